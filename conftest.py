@@ -1,0 +1,26 @@
+"""Markers are resolved here and nowhere else."""
+
+import functools
+
+import pytest
+
+
+@functools.cache
+def _capability() -> tuple[int, int] | None:
+    import torch
+
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        needs = [m for m in ("gpu", "sm90", "sm100") if item.get_closest_marker(m)]
+        if not needs:
+            continue
+        have = _capability()
+        if have is None:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device: last GPU results are in bench/results and graph_tests/results"))
+        elif "sm90" in needs and have[0] != 9:
+            item.add_marker(pytest.mark.skip(reason=f"needs compute capability 9.x, this GPU has {have}"))
+        elif "sm100" in needs and have[0] < 10:
+            item.add_marker(pytest.mark.skip(reason=f"needs compute capability 10 or more, this GPU has {have}"))
