@@ -1,0 +1,1 @@
+"""Suites of cases: a module ``NAME.py`` or ``NAME_part.py`` here is found by ``graph-tests run NAME``."""

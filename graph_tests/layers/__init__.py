@@ -1,0 +1,1 @@
+"""The layers of a proof: each looks at the callable in one way and says what it misses."""
