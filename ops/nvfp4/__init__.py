@@ -1,0 +1,44 @@
+"""NVFP4 operators for PyTorch: the mirror of ``torch.ops.nvfp4``.
+
+Importing registers the operators and does nothing else: no CUDA, no patching, no switches.
+"""
+
+from . import health
+from .errors import GradError, NVFP4Error, ScaleError, ShapeError
+from .operators.dequantize import dequantize
+from .operators.launch import CaptureError
+from .operators.linear import linear
+from .operators.moe import moe
+from .operators.probe import probe
+from .operators.quantize import quantize, quantize_per_token
+from .operators.route import route
+from .raw import ExpertsSpec, RawExperts
+from .report import Finding, ScaleReport
+from .validate import REPAIRS
+from .weights import Candidate, ExpertWeights, explain, finalize, warmup
+
+__all__ = [
+    "REPAIRS",
+    "Candidate",
+    "CaptureError",
+    "ExpertWeights",
+    "ExpertsSpec",
+    "Finding",
+    "GradError",
+    "NVFP4Error",
+    "RawExperts",
+    "ScaleError",
+    "ScaleReport",
+    "ShapeError",
+    "dequantize",
+    "explain",
+    "finalize",
+    "health",
+    "linear",
+    "moe",
+    "probe",
+    "quantize",
+    "quantize_per_token",
+    "route",
+    "warmup",
+]

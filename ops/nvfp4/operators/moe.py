@@ -1,0 +1,266 @@
+"""The mixture-of-experts layer: sort, two grouped GEMMs, activation and weighted sum behind one operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import native, reference, tiles
+from ..format import ACTIVATIONS, PRECISIONS, is_gated
+from ..health import Field
+from ..kernels import health as health_kernels
+from ..kernels import ids as id_kernels
+from ..kernels import moe as kernels
+from ..registry import as_bytes, need, need_activation_dtype, need_same_device, refuse_grad, register
+from .fake_quantize import fake_quantize, scale_mode
+from .launch import on_device_of, power_of_two, require_warm
+
+_WEIGHTS = (
+    "Tensor x, Tensor topk_ids, Tensor topk_weights, "
+    "Tensor w13, Tensor w13_block_scale, Tensor w13_global_scale, "
+    "Tensor w2, Tensor w2_block_scale, Tensor w2_global_scale, "
+)
+_OPTIONAL = ("Tensor? a13_scale", "Tensor? a2_scale", "Tensor? w13_bias", "Tensor? w2_bias", "Tensor? expert_map")
+_CONSTANTS = (
+    "str activation='silu', str precision='w4a16', str layout='checkpoint', "
+    "float alpha=1.0, float beta=0.0, float? limit=None"
+)
+SCHEMA = f"moe({_WEIGHTS}{', '.join(o + '=None' for o in _OPTIONAL)}, *, {_CONSTANTS}) -> Tensor"
+SCHEMA_HEALTH = f"moe.health({_WEIGHTS}{', '.join(_OPTIONAL)}, Tensor(a!) health, *, {_CONSTANTS}) -> Tensor"
+LIMITED = ("silu", "swigluoai", "swiglustep")
+_ID_TYPES = (torch.int32, torch.int64)
+
+
+def _check(
+    x, topk_ids, topk_weights, w13, w13_block_scale, w13_global_scale, w2, w2_block_scale, w2_global_scale,
+    a13_scale, a2_scale, w13_bias, w2_bias, expert_map, activation, precision, layout, alpha, beta, limit,
+):  # fmt: skip
+    refuse_grad("moe", x, topk_weights, w13_global_scale, w2_global_scale, w13_bias, w2_bias)
+    need_activation_dtype("moe", x)
+    need_same_device(
+        "moe", x, topk_ids=topk_ids, topk_weights=topk_weights, w13=w13, w13_block_scale=w13_block_scale,
+        w13_global_scale=w13_global_scale, w2=w2, w2_block_scale=w2_block_scale, w2_global_scale=w2_global_scale,
+        a13_scale=a13_scale, a2_scale=a2_scale, w13_bias=w13_bias, w2_bias=w2_bias, expert_map=expert_map,
+    )  # fmt: skip
+    _check_constants(activation, precision, layout, alpha, beta, limit)
+    _check_routing(x, topk_ids, topk_weights, expert_map)
+    experts, hidden, half = w2.shape if w2.dim() == 3 else (0, 0, 0)
+    inter, parts = half * 2, 2 if is_gated(activation) else 1
+    _check_weight("w13", w13, w13_block_scale, (experts, inter * parts, hidden))
+    _check_weight("w2", w2, w2_block_scale, (experts, hidden, inter))
+    need(x.shape[1] == hidden, "moe", f"x has {x.shape[1]} columns; w2 gives hidden size {hidden}")
+    need(
+        tuple(w13_global_scale.shape) == (experts, parts) and tuple(w2_global_scale.shape) == (experts,),
+        "moe",
+        f"global scales are {tuple(w13_global_scale.shape)} and {tuple(w2_global_scale.shape)}; "
+        f"need [{experts}, {parts}] (gate, up) and [{experts}]",
+    )
+    need(w13_global_scale.dtype == w2_global_scale.dtype == torch.float32, "moe", "global scales must be float32")
+    for name, scale in (("a13_scale", a13_scale), ("a2_scale", a2_scale)):
+        if precision == "w4a4_static":
+            need(
+                scale is not None and scale.dtype == torch.float32 and tuple(scale.shape) in ((1,), (experts,)),
+                "moe",
+                f"w4a4_static needs {name} as float32 [1] or [{experts}]; use w4a4_per_token where there is none",
+            )
+    for name, bias, shape in (
+        ("w13_bias", w13_bias, (experts, inter * parts)),
+        ("w2_bias", w2_bias, (experts, hidden)),
+    ):
+        need(bias is None or tuple(bias.shape) == shape, "moe", f"{name} must be {list(shape)}")
+
+
+def _check_constants(activation, precision, layout, alpha, beta, limit) -> None:
+    need(activation in ACTIVATIONS, "moe", f"activation is {activation!r}; known are {', '.join(ACTIVATIONS)}")
+    need(precision in PRECISIONS, "moe", f"precision is {precision!r}; known are {', '.join(PRECISIONS)}")
+    need(layout == "checkpoint", "moe", f"layout is {layout!r}; known is 'checkpoint'")
+    need(
+        activation == "swigluoai" or (alpha == 1.0 and beta == 0.0),
+        "moe",
+        f"alpha {alpha} and beta {beta} belong to swigluoai; {activation} would ignore them",
+    )
+    need(limit is None or activation in LIMITED, "moe", f"limit {limit} has no meaning for {activation}; leave it out")
+
+
+def _check_routing(x, topk_ids, topk_weights, expert_map) -> None:
+    need(x.dim() == 2, "moe", f"x has shape {tuple(x.shape)}; need [tokens, hidden]")
+    need(
+        topk_ids.dim() == 2 and topk_ids.shape == topk_weights.shape and topk_ids.shape[0] == x.shape[0],
+        "moe",
+        f"topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)} must both be "
+        f"[{x.shape[0]}, top_k]",
+    )
+    need(topk_ids.dtype in _ID_TYPES, "moe", f"topk_ids are {topk_ids.dtype}; need int32 or int64, convert them")
+    need(
+        topk_weights.dtype == torch.float32,
+        "moe",
+        f"topk_weights are {topk_weights.dtype}; router weights stay float32",
+    )
+    need(
+        expert_map is None or (expert_map.dim() == 1 and expert_map.dtype in _ID_TYPES),
+        "moe",
+        "expert_map must be int32 or int64 [global experts], local ids, -1 for experts elsewhere",
+    )
+
+
+def _check_weight(name: str, codes: Tensor, block_scale: Tensor, shape: tuple[int, int, int]) -> None:
+    experts, n, k = shape
+    need(
+        codes.dtype == block_scale.dtype == torch.uint8
+        and tuple(codes.shape) == (experts, n, k // 2)
+        and tuple(block_scale.shape) == (experts, n, k // 16)
+        and k % 16 == 0
+        and codes.is_contiguous()
+        and block_scale.is_contiguous(),
+        "moe",
+        f"{name} is {codes.dtype} {tuple(codes.shape)} with block scales {block_scale.dtype} "
+        f"{tuple(block_scale.shape)}; need contiguous uint8 [{experts}, {n}, {k}/2] and [{experts}, {n}, {k}/16]",
+    )
+
+
+def _fake(
+    x, topk_ids, topk_weights, w13, w13_block_scale, w13_global_scale, w2, w2_block_scale, w2_global_scale,
+    a13_scale=None, a2_scale=None, w13_bias=None, w2_bias=None, expert_map=None, *,
+    activation="silu", precision="w4a16", layout="checkpoint", alpha=1.0, beta=0.0, limit=None,
+):  # fmt: skip
+    _check(
+        x, topk_ids, topk_weights, w13, w13_block_scale, w13_global_scale, w2, w2_block_scale, w2_global_scale,
+        a13_scale, a2_scale, w13_bias, w2_bias, expert_map, activation, precision, layout, alpha, beta, limit,
+    )  # fmt: skip
+    return x.new_empty((x.shape[0], w2.shape[1]))
+
+
+def _cpu(*args, **constants) -> Tensor:
+    out = _fake(*args, **constants)
+    kernel = native.library()
+    if kernel is None:
+        return reference.moe(*args, **constants)
+    return native.moe(kernel, out, *args, **constants)
+
+
+def _cuda(*args, health=None, **constants) -> Tensor:
+    out = _fake(*args, **constants)
+    if out.numel():
+        with on_device_of(out):
+            _launch(out, health, *args, **constants)
+    return out
+
+
+def _launch(
+    out, health, x, topk_ids, topk_weights, w13, w13_block_scale, w13_global_scale, w2, w2_block_scale, w2_global_scale,
+    a13_scale=None, a2_scale=None, w13_bias=None, w2_bias=None, expert_map=None, *,
+    activation="silu", precision="w4a16", layout="checkpoint", alpha=1.0, beta=0.0, limit=None,
+):  # fmt: skip
+    experts, hidden, inter = w2.shape[0], w2.shape[1], w2.shape[2] * 2
+    top_k = topk_ids.shape[1]
+    slots = topk_ids.numel()
+    num_ids = experts if expert_map is None else expert_map.numel()
+    x, ids, router = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+    tile1, tile2 = tiles.choose(slots, experts, hidden), tiles.choose(slots, experts, inter)
+    require_warm(
+        "moe", x, ids.dtype, top_k, experts, hidden, inter, num_ids, activation, precision, limit is None,
+        None if a13_scale is None else a13_scale.numel(), None if a2_scale is None else a2_scale.numel(),
+        None if w13_bias is None else w13_bias.dtype, None if w2_bias is None else w2_bias.dtype,
+        None if expert_map is None else expert_map.dtype, health is None, tile1.key(), tile2.key(),
+    )  # fmt: skip
+    starts = ids.new_empty(experts + 1, dtype=torch.int32)
+    order = ids.new_empty(slots, dtype=torch.int32)
+    id_kernels.sort_slots[(experts,)](
+        ids, expert_map, starts, order, health, slots, num_ids, experts,
+        TOKENS_FIELD=int(Field.TOKENS), BLOCK=min(power_of_two(slots), 1024), num_warps=4,
+    )  # fmt: skip
+    rows, scale, mode, divisor = x, None, scale_mode(precision, a13_scale), top_k
+    if precision != "w4a16":
+        divisor = 1 if mode == "expert" else top_k
+        rows, scale = fake_quantize(x, slots // divisor, ids, expert_map, a13_scale, mode, num_ids, experts)
+    h = x.new_empty((slots, inter))
+    grid_m = min(slots, (slots + experts * (tile1.m - 1)) // tile1.m)
+    e_block = power_of_two(experts, 2)
+    kernels.gemm1[(-(-inter // tile1.n), grid_m)](
+        rows, scale, order, starts, w13, w13_block_scale, w13_global_scale, w13_bias, h,
+        hidden, inter, experts, divisor, alpha, beta, 0.0 if limit is None else limit,
+        SCALE=mode, GATED=is_gated(activation), KIND=ACTIVATIONS[activation], LIMITED=limit is not None,
+        BLOCK_M=tile1.m, BLOCK_N=tile1.n, BLOCK_K=tile1.k, EVEN_K=hidden % tile1.k == 0, E_BLOCK=e_block,
+        num_warps=tile1.warps, num_stages=tile1.stages,
+    )  # fmt: skip
+    scale, mode = None, scale_mode(precision, a2_scale)
+    if precision != "w4a16":
+        h, scale = fake_quantize(h, slots, ids, expert_map, a2_scale, mode, num_ids, experts)
+    partial = x.new_empty((slots, hidden), dtype=torch.float32)
+    grid_m = min(slots, (slots + experts * (tile2.m - 1)) // tile2.m)
+    kernels.gemm2[(-(-hidden // tile2.n), grid_m)](
+        h, scale, router, order, starts, w2, w2_block_scale, w2_global_scale, w2_bias, partial,
+        inter, hidden, experts, SCALE=mode,
+        BLOCK_M=tile2.m, BLOCK_N=tile2.n, BLOCK_K=tile2.k, EVEN_K=inter % tile2.k == 0, E_BLOCK=e_block,
+        num_warps=tile2.warps, num_stages=tile2.stages,
+    )  # fmt: skip
+    block = min(power_of_two(hidden), 1024)
+    kernels.sum_slots[(x.shape[0], -(-hidden // block))](
+        partial, ids, expert_map, out, hidden, num_ids, experts, TOP_K=top_k, BLOCK=block, num_warps=4
+    )
+    if health is not None:
+        health_kernels.count_rows[(x.shape[0],)](
+            x, out, ids, health, hidden, num_ids, TOP_K=top_k, BLOCK=block, K_BLOCK=power_of_two(top_k, 1)
+        )
+
+
+def _check_health(health: Tensor, x: Tensor, experts: int) -> None:
+    need_same_device("moe.health", x, health=health)
+    need(
+        health.dtype == torch.int64 and tuple(health.shape) == (Field.TOKENS + experts,) and health.is_contiguous(),
+        "moe.health",
+        f"health is {health.dtype} {tuple(health.shape)}; need a contiguous int64 [{Field.TOKENS + experts}] row, "
+        "as nvfp4.health.buffer makes",
+    )
+
+
+def _fake_health(*args, **constants) -> Tensor:
+    *args, health = args
+    out = _fake(*args, **constants)
+    _check_health(health, args[0], args[6].shape[0])
+    return out
+
+
+def _cpu_health(*args, **constants) -> Tensor:
+    *args, health = args
+    _check_health(health, args[0], args[6].shape[0])
+    out = _cpu(*args, **constants)
+    reference.count_health(args[0], out, args[1], args[13], args[6].shape[0], health)
+    return out
+
+
+def _cuda_health(*args, **constants) -> Tensor:
+    *args, health = args
+    _check_health(health, args[0], args[6].shape[0])
+    return _cuda(*args, health=health, **constants)
+
+
+register(SCHEMA, cpu=_cpu, cuda=_cuda, fake=_fake)
+register(SCHEMA_HEALTH, cpu=_cpu_health, cuda=_cuda_health, fake=_fake_health)
+
+
+def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *weights: Tensor | None, **constants) -> Tensor:
+    """Sum over k of p_k act(x W1^T, x W3^T) W2^T, the experts in NVFP4.
+
+    The same arguments as ``torch.ops.nvfp4.moe``; block scales may be float8_e4m3fn. ``ExpertWeights`` holds them
+    validated, and calls the operator.
+
+    Args:
+        x: [tokens, H] bfloat16, float16 or float32.
+        topk_ids: int32 or int64 [tokens, k], global ids; -1 and ids out of range contribute zero, duplicates add up.
+        topk_weights: float32 [tokens, k].
+        weights: w13 uint8 [E, 2I, H/2] (rows gate, then up; [E, I, H/2] without a gate), w13_block_scale [E, 2I, H/16],
+            w13_global_scale float32 [E, 2], w2 [E, H, I/2], w2_block_scale [E, H, I/16], w2_global_scale [E]; then
+            optional a13_scale and a2_scale (float32 [1] or [E], for w4a4_static), w13_bias [E, 2I], w2_bias [E, H],
+            expert_map (global to local ids, -1 elsewhere).
+        constants: activation ("silu", "swigluoai", "swiglustep", "gelu", "gelu_tanh", "relu2"), precision ("w4a16",
+            "w4a4_static", "w4a4_per_token"), layout, alpha and beta (swigluoai), limit (clamped forms).
+
+    Returns:
+        [tokens, H] in x's dtype. The intermediate is rounded to x's dtype; everything else accumulates in float32.
+
+    Raises:
+        ShapeError, GradError, CaptureError.
+    """
+    tensors = [None if w is None else as_bytes(w) for w in weights]
+    return torch.ops.nvfp4.moe(x, topk_ids, topk_weights, *tensors, **constants)

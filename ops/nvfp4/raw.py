@@ -1,0 +1,177 @@
+"""Experts as a checkpoint gives them: canonical tensors on the device, and who wrote which slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import ShapeError
+from .format import ACTIVATIONS, GROUP, NAN_SCALE, is_gated
+from .registry import as_bytes
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+TENSORS = ("weight", "weight_scale", "weight_scale_2", "input_scale", "bias")
+"""ModelOpt's names, used for every format; global scales in decode convention."""
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """What a layer of experts is, apart from its numbers.
+
+    Attributes:
+        num_experts: experts held here (local ones, under expert parallelism).
+        hidden_size, intermediate_size: multiples of 16.
+        activation, alpha, beta, limit: see ``nvfp4.moe``.
+        bias: whether the projections carry biases.
+        layer: name for messages, such as "model.layers.0.mlp.experts".
+    """
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    activation: str = "silu"
+    bias: bool = False
+    layer: str = "experts"
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        """State each constraint once."""
+        if self.activation not in ACTIVATIONS:
+            raise ShapeError(f"{self.layer}: activation is {self.activation!r}; known are {', '.join(ACTIVATIONS)}")
+        for name in ("hidden_size", "intermediate_size"):
+            if getattr(self, name) <= 0 or getattr(self, name) % GROUP:
+                raise ShapeError(
+                    f"{self.layer}: {name} is {getattr(self, name)}; NVFP4 needs a positive multiple of 16"
+                )
+        if self.num_experts < 1:
+            raise ShapeError(f"{self.layer}: num_experts is {self.num_experts}; need at least 1")
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The projections that exist: gate and down only, where there is no up."""
+        return PROJECTIONS if is_gated(self.activation) else ("gate_proj", "down_proj")
+
+    def shape(self, projection: str) -> tuple[int, int]:
+        """[N, K] of a projection's weight, unpacked."""
+        if projection == "down_proj":
+            return self.hidden_size, self.intermediate_size
+        return self.intermediate_size, self.hidden_size
+
+
+class RawExperts:
+    """Slots for one layer's tensors, filled with sentinels, each write recorded.
+
+    A slot that nobody wrote is known by its record, not by its value: memory may hold plausible numbers by accident.
+    The buffers have the layout of the checkpoint and are taken over, not copied, by ``finalize``.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        activation: str = "silu",
+        bias: bool = False,
+        layer: str = "experts",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """See ``ExpertsSpec``; ``RawExperts.of`` takes a spec with its activation constants."""
+        self._allocate(ExpertsSpec(num_experts, hidden, intermediate, activation, bias, layer), torch.device(device))
+
+    @classmethod
+    def of(cls, spec: ExpertsSpec, device: torch.device | str = "cpu") -> RawExperts:
+        """Empty slots for a spec."""
+        self = cls.__new__(cls)
+        self._allocate(spec, torch.device(device))
+        return self
+
+    def _allocate(self, spec: ExpertsSpec, device: torch.device) -> None:
+        self.spec = spec
+        self.device = device
+        self.sources: dict[tuple[int, str, str], list[str]] = {}
+        e, h, i = spec.num_experts, spec.hidden_size, spec.intermediate_size
+        parts = len(spec.projections) - 1
+        nan = float("nan")
+
+        def filled(shape, value, dtype):
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        self.tensors: dict[str, Tensor] = {
+            "w13": filled((e, parts * i, h // 2), 0, torch.uint8),
+            "w13_block_scale": filled((e, parts * i, h // GROUP), NAN_SCALE, torch.uint8),
+            "w13_global_scale": filled((e, parts), nan, torch.float32),
+            "w2": filled((e, h, i // 2), 0, torch.uint8),
+            "w2_block_scale": filled((e, h, i // GROUP), NAN_SCALE, torch.uint8),
+            "w2_global_scale": filled((e,), nan, torch.float32),
+            "a13_scale": filled((e, parts), nan, torch.float32),
+            "a2_scale": filled((e,), nan, torch.float32),
+        }
+        if spec.bias:
+            self.tensors["w13_bias"] = filled((e, parts * i), nan, torch.float32)
+            self.tensors["w2_bias"] = filled((e, h), nan, torch.float32)
+
+    def slot(self, expert: int, projection: str, tensor: str) -> Tensor:
+        """The view of the buffers that one checkpoint tensor fills."""
+        where = f"{self.spec.layer}, expert {expert}, {projection}.{tensor}"
+        if not self.tensors:
+            raise ShapeError(f"{where}: these experts were finalized already; make new RawExperts to load again")
+        if projection not in self.spec.projections or tensor not in TENSORS:
+            raise ShapeError(f"{where}: no such slot; projections {self.spec.projections}, tensors {TENSORS}")
+        if not 0 <= expert < self.spec.num_experts:
+            raise ShapeError(f"{where}: this layer has {self.spec.num_experts} experts; ids start at 0 on every rank")
+        if tensor == "bias" and not self.spec.bias:
+            raise ShapeError(f"{where}: this layer was declared without biases")
+        stem = "2" if projection == "down_proj" else "13"
+        part = 1 if projection == "up_proj" else 0
+        name = {
+            "weight": f"w{stem}",
+            "weight_scale": f"w{stem}_block_scale",
+            "weight_scale_2": f"w{stem}_global_scale",
+            "input_scale": f"a{stem}_scale",
+            "bias": f"w{stem}_bias",
+        }[tensor]
+        view = self.tensors[name][expert]
+        if projection == "down_proj":
+            return view
+        if tensor in ("weight_scale_2", "input_scale"):
+            return view[part]
+        rows = self.spec.intermediate_size
+        return view[part * rows : (part + 1) * rows]
+
+    def load(self, expert: int, projection: str, tensor: str, value: Tensor, source: str = "?") -> None:
+        """Write one checkpoint tensor.
+
+        Args:
+            expert: local expert. projection: one of PROJECTIONS. tensor: one of TENSORS.
+            value: codes uint8 [N, K/2]; block scales float8_e4m3fn (or the same bytes as uint8) [N, K/16]; global
+                scales float32 () or (1), decode convention; bias [N].
+            source: "file:key", for messages.
+
+        Raises:
+            ShapeError: wrong slot, shape or dtype; nothing is converted to fit.
+        """
+        target = self.slot(expert, projection, tensor)
+        where = f"{self.spec.layer}, expert {expert}, {projection}.{tensor} (from {source})"
+        if tensor == "weight_scale":
+            value = as_bytes(value)
+        if tensor == "bias":
+            value = value.to(torch.float32)
+        if target.dim() == 0 and value.numel() == 1:
+            value = value.reshape(())
+        if value.shape != target.shape or value.dtype != target.dtype:
+            raise ShapeError(
+                f"{where}: got {value.dtype} {tuple(value.shape)}, need {target.dtype} {tuple(target.shape)}; "
+                "values are viewed, never converted"
+            )
+        target.copy_(value)
+        self.sources.setdefault((expert, projection, tensor), []).append(source)
+
+    def release(self) -> dict[str, Tensor]:
+        """Give the buffers away; this object is empty afterwards."""
+        tensors, self.tensors = self.tensors, {}
+        return tensors

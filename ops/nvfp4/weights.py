@@ -1,0 +1,197 @@
+"""Experts ready to serve: validated tensors at stable addresses, and what will run them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import native
+from .errors import NVFP4Error, ScaleError, ShapeError
+from .format import PRECISIONS
+from .raw import ExpertsSpec, RawExperts
+from .report import ScaleReport
+from .validate import REPAIRS, Check
+
+POLICIES = ("raise", "report", "unchecked")
+"""Refuse what is wrong; return it with the report and serve it visibly wrong; or look at nothing (dummy weights)."""
+ARGUMENTS = (
+    "w13", "w13_block_scale", "w13_global_scale", "w2", "w2_block_scale", "w2_global_scale",
+    "a13_scale", "a2_scale", "w13_bias", "w2_bias",
+)  # fmt: skip
+"""The tensors of ``torch.ops.nvfp4.moe`` after the routing, in its order."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation that could run a layer, and why it does or does not."""
+
+    name: str
+    taken: bool
+    why: str
+
+
+class ExpertWeights:
+    """One layer of experts; call it, or pass ``arguments()`` and ``constants()`` to ``torch.ops.nvfp4.moe``.
+
+    Attributes:
+        spec, precision: what these weights are, and how activations are treated.
+        tensors: the op's tensors by name; their addresses never change.
+        candidates: the implementations considered at finalize.
+    """
+
+    def __init__(
+        self, spec: ExpertsSpec, precision: str, tensors: dict[str, Tensor], policy: str, repairs: tuple
+    ) -> None:
+        self.spec, self.precision, self.tensors = spec, precision, tensors
+        self._policy, self._repairs = policy, repairs
+        self.candidates = candidates(tensors["w13"].device)
+
+    @property
+    def backend(self) -> str:
+        """Name of the implementation that runs."""
+        return next(c.name for c in self.candidates if c.taken)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    def arguments(self) -> list[Tensor | None]:
+        """Tensor arguments in the op's order."""
+        return [self.tensors.get(name) for name in ARGUMENTS]
+
+    def constants(self) -> dict:
+        """Keyword arguments of the op."""
+        s = self.spec
+        return {
+            "activation": s.activation, "precision": self.precision, "layout": "checkpoint",
+            "alpha": s.alpha, "beta": s.beta, "limit": s.limit,
+        }  # fmt: skip
+
+    def __call__(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        expert_map: Tensor | None = None,
+        health: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layer; see ``nvfp4.moe``. With ``health``, a row of ``nvfp4.health.buffer`` is added to."""
+        if health is None:
+            return torch.ops.nvfp4.moe(x, topk_ids, topk_weights, *self.arguments(), expert_map, **self.constants())
+        return torch.ops.nvfp4.moe.health(
+            x, topk_ids, topk_weights, *self.arguments(), expert_map, health, **self.constants()
+        )
+
+    def update_(self, raw: RawExperts) -> ScaleReport:
+        """Take new values at the same addresses, so that captured graphs see them; raw is used up.
+
+        Raises:
+            ShapeError: another spec. ScaleError: the new values are refused; the old ones stay as they are.
+        """
+        if raw.spec != self.spec:
+            raise ShapeError(f"these weights are {self.spec}, the update is {raw.spec}; they must agree")
+        tensors, report = _validated(raw, self.precision, self._policy, self._repairs)
+        for name, old in self.tensors.items():
+            old.copy_(tensors[name])
+        return report
+
+
+def finalize(
+    raw: RawExperts,
+    precision: str = "w4a16",
+    policy: str = "raise",
+    repairs: tuple[str, ...] = (),
+    device: torch.device | str | None = None,
+) -> tuple[ExpertWeights, ScaleReport]:
+    """Check every scale that this precision consumes, once, and hand the buffers over.
+
+    Args:
+        raw: filled experts; used up by this call unless it raises.
+        precision: "w4a16", "w4a4_static" (the checkpoint's activation scales, one per expert; gate and up feed one x,
+            so their maximum), or "w4a4_per_token".
+        policy: "raise" refuses what is wrong. "report" returns it with the report. "unchecked" is for dummy weights.
+        repairs: names from ``nvfp4.REPAIRS``, each applied only where needed and listed in the report.
+        device: where the weights shall live; default where they are.
+
+    Returns:
+        The weights and the report.
+
+    Raises:
+        ScaleError: something was refused; ``.report`` tells all.
+        ShapeError, NVFP4Error: an unknown precision, policy or repair; raw already used.
+    """
+    _known("precision", precision, PRECISIONS)
+    _known("policy", policy, POLICIES)
+    for repair in repairs:
+        _known("repair", repair, tuple(REPAIRS))
+    tensors, report = _validated(raw, precision, policy, tuple(repairs))
+    if device is not None:
+        tensors = {name: t.to(device) for name, t in tensors.items()}
+    return ExpertWeights(raw.spec, precision, tensors, policy, tuple(repairs)), report
+
+
+def _known(what: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise NVFP4Error(f"{what} is {value!r}; known are {', '.join(allowed)}")
+
+
+def _validated(raw: RawExperts, precision: str, policy: str, repairs: tuple) -> tuple[dict[str, Tensor], ScaleReport]:
+    if not raw.tensors:
+        raise NVFP4Error(f"{raw.spec.layer}: these experts were finalized already; make new RawExperts to load again")
+    if policy == "unchecked":
+        report = ScaleReport(precision, layers=1, experts=raw.spec.num_experts)
+    else:
+        report = Check(raw, precision, repairs).run()
+        if policy == "raise" and not report.ok:
+            raise ScaleError(report)
+    tensors = raw.release()
+    a13, a2 = tensors.pop("a13_scale"), tensors.pop("a2_scale")
+    if precision == "w4a4_static":
+        tensors |= {"a13_scale": a13.amax(1), "a2_scale": a2}
+    return tensors, report
+
+
+def candidates(device: torch.device) -> tuple[Candidate, ...]:
+    """Every implementation of the layer and why it is or is not taken on this device."""
+    cpu = device.type == "cpu"
+    built = native.build() if cpu else native.Build(None, f"weights are on {device}")
+    portable = f"runs on {torch.cuda.get_device_name(device)}" if device.type == "cuda" else f"weights are on {device}"
+    return (
+        Candidate("triton portable", device.type == "cuda", portable),
+        Candidate("cpu c++", built.library is not None, built.why),
+        Candidate(
+            "cpu torch",
+            cpu and built.library is None,
+            built.why
+            if cpu and built.library is None
+            else "only where the C++ kernel is missing"
+            if cpu
+            else built.why,
+        ),
+    )
+
+
+def explain(weights: ExpertWeights) -> str:
+    """Every candidate implementation and why it was or was not taken, a line each."""
+    return "\n".join(f"{'->' if c.taken else '  '} {c.name}: {c.why}" for c in weights.candidates)
+
+
+def warmup(
+    weights: ExpertWeights,
+    tokens: tuple[int, ...] = (1, 16, 64, 256, 1024),
+    *,
+    top_k: int,
+    dtype: torch.dtype = torch.bfloat16,
+    expert_map: Tensor | None = None,
+) -> None:
+    """Compile whatever these batch sizes need, so that a CUDA graph capture finds everything ready."""
+    device = weights.tensors["w13"].device
+    experts = weights.spec.num_experts
+    for m in tokens:
+        x = torch.zeros(m, weights.spec.hidden_size, dtype=dtype, device=device)
+        ids = torch.arange(m * top_k, device=device).reshape(m, top_k).remainder(experts)
+        for id_type in (torch.int32, torch.int64):
+            weights(x, ids.to(id_type), torch.ones(m, top_k, device=device), expert_map)
