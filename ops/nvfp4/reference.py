@@ -140,9 +140,9 @@ def moe(
         if w2_bias is not None:
             y = y + w2_bias[e]
         slots[token, j] = y * topk_weights[token, j].to(torch.float32).unsqueeze(1)
-    out = slots.new_zeros(x.shape[0], w2.shape[1])
-    for j in range(local.shape[1]):
-        out += slots[:, j]
+    out: Tensor = slots.new_zeros(x.shape[0], w2.shape[1])
+    for choice in range(local.shape[1]):
+        out += slots[:, choice]
     return out.to(x.dtype)
 
 

@@ -82,7 +82,7 @@ class ScaleReport:
         total = max(self.block_scales.get("total", 0), 1)
         shares = ", ".join(f"{self.block_scales.get(k, 0) / total:.2%} {k}" for k in ("zero", "subnormal", "saturated"))
         head = (
-            f"{self.layers} layer{'s' if self.layers != 1 else ''}, {self.experts} experts checked for {self.precision}: "
+            f"{_many(self.layers, 'layer')}, {_many(self.experts, 'expert')} checked for {self.precision}: "
             f"{_many(len(self.errors), 'error')}, "
             f"{_many(sum(f.severity == 'repaired' for f in self.findings), 'repair')}, "
             f"{_many(sum(f.severity == 'note' for f in self.findings), 'note')}; block scales {shares}"

@@ -1,4 +1,4 @@
-"""The checks that finalize makes, once, so that no kernel ever has to: is every scale that will be consumed a right one?
+"""The checks that finalize makes once, so that no kernel ever has to: is every scale to be consumed a right one.
 
 Bytes are counted on the device; the counts and the few float32 scales come to the host in one copy, and there the
 rules are plain numpy, where subnormal numbers are not flushed.
@@ -21,6 +21,7 @@ REPAIRS = {
 """Opt-in, by name; each use is listed in the report."""
 RATIO_NOTE = 2.0
 SATURATED_NOTE = 0.01
+_NO_FILE = "no file holds this tensor"
 _WAY_OUT = "fix or re-export the checkpoint"
 _SCALE_RULES = (
     ("not_finite", lambda v: ~np.isfinite(v), "must be finite"),
@@ -86,7 +87,7 @@ class Check:
             for projection in self.spec.projections:
                 for tensor in needed:
                     if (e, projection, tensor) not in self.raw.sources:
-                        self._add("error", e, projection, tensor, "missing", "", "no file holds this tensor")
+                        self._add("error", e, projection, tensor, "missing", "", _NO_FILE)
         for (e, projection, tensor), sources in self.raw.sources.items():
             if len(sources) > 1:
                 rule = f"written {len(sources)} times: {', '.join(sources[:4])}"
@@ -142,9 +143,7 @@ class Check:
             bad = self._rules(projection, "input_scale", values[p], written, severity, action)
             if fill:
                 for e in np.flatnonzero(~written):
-                    self._add(
-                        severity, e, projection, "input_scale", "missing", "", "no file holds this tensor", action
-                    )
+                    self._add(severity, e, projection, "input_scale", "missing", "", _NO_FILE, action)
                 if usable:
                     for e in np.flatnonzero(bad | ~written):
                         self.raw.slot(int(e), projection, "input_scale").fill_(float(replacement))
@@ -157,7 +156,7 @@ class Check:
         if len(self.spec.projections) == 3:
             for e in np.flatnonzero(np.isfinite(values[0]) & np.isfinite(values[1]) & (values[0] != values[1])):
                 self._add("note", e, "gate_proj", "input_scale", "gate_up_input", f"{values[0][e]:.6g}",
-                          f"up_proj has {values[1][e]:.6g}, though both read the same x", "their maximum is used")  # fmt: skip
+                          f"up_proj has {values[1][e]:.6g} for the same x", "their maximum is used")  # fmt: skip
 
     def _alphas(self, projection: str, activation: np.ndarray, weight: np.ndarray, where: np.ndarray) -> None:
         with np.errstate(all="ignore"):
@@ -174,7 +173,7 @@ class Check:
             if written.any():
                 for e in np.flatnonzero(~written):
                     self._add("note", e, projection, "input_scale", "uncalibrated", "", "the other experts have one: "
-                              "calibration never reached this expert", f"{self.precision} does not need it")  # fmt: skip
+                              "calibration never reached it", f"{self.precision} does not need it")  # fmt: skip
 
     def _blocks(self, projection: str, counts: np.ndarray) -> None:
         n, k = self.spec.shape(projection)
@@ -208,7 +207,7 @@ class Check:
         kind = "nan_block" if nan else "negative_block"
         self._add("error", e, projection, "weight_scale", kind, f"0x{int(scale[row, column]):02X}",
                   f"{nan} NaN and {negative} negative scale bytes, the first at row {row}, block {column}",
-                  "re-export; 0x7F over zero codes can be repaired with zero_nan_blocks" if nan else _WAY_OUT)  # fmt: skip
+                  "re-export; over zero codes the repair zero_nan_blocks helps" if nan else _WAY_OUT)  # fmt: skip
 
     def _gate_up(self, gate: np.ndarray, up: np.ndarray) -> None:
         with np.errstate(all="ignore"):

@@ -157,20 +157,14 @@ def _validated(raw: RawExperts, precision: str, policy: str, repairs: tuple) -> 
 def candidates(device: torch.device) -> tuple[Candidate, ...]:
     """Every implementation of the layer and why it is or is not taken on this device."""
     cpu = device.type == "cpu"
-    built = native.build() if cpu else native.Build(None, f"weights are on {device}")
-    portable = f"runs on {torch.cuda.get_device_name(device)}" if device.type == "cuda" else f"weights are on {device}"
+    elsewhere = f"weights are on {device}"
+    built = native.build() if cpu else native.Build(None, elsewhere)
+    fallback = cpu and built.library is None
+    portable = f"runs on {torch.cuda.get_device_name(device)}" if device.type == "cuda" else elsewhere
     return (
         Candidate("triton portable", device.type == "cuda", portable),
         Candidate("cpu c++", built.library is not None, built.why),
-        Candidate(
-            "cpu torch",
-            cpu and built.library is None,
-            built.why
-            if cpu and built.library is None
-            else "only where the C++ kernel is missing"
-            if cpu
-            else built.why,
-        ),
+        Candidate("cpu torch", fallback, built.why if fallback or not cpu else "only where the C++ kernel is missing"),
     )
 
 

@@ -67,9 +67,10 @@ def quantize_blocks(x, g):
     ``format.quantize_blocks``.
     """
     amax = tl.max(tl.abs(x), axis=-1)
-    bad = tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, axis=-1) > 0
-    usable = (g == 0.0) | ((g >= 1.1754943508222875e-38) & (g < float("inf")))
-    fault = bad | (usable == 0)
+    g = g + tl.zeros_like(amax)
+    unusable = ((g != 0.0) & ((g < 1.1754943508222875e-38) | (g == float("inf")))) | (g != g)
+    bad = tl.max((tl.abs(x) == float("inf")).to(tl.int32) | (x != x).to(tl.int32), axis=-1)
+    fault = (bad + unusable.to(tl.int32)) > 0
     quiet = fault | (g == 0.0) | (amax == 0.0)
     ratio = tl.div_rn(tl.where(quiet, 0.0, amax), tl.where(quiet, 1.0, 6.0 * g))
     byte = encode_e4m3(ratio)

@@ -129,7 +129,7 @@ def sum_slots(partial_ptr, ids_ptr, map_ptr, out_ptr, N, num_ids, E, TOP_K: tl.c
     for j in range(TOP_K):
         slot = token * TOP_K + j
         expert = local_expert(tl.load(ids_ptr + slot), map_ptr, num_ids, E)
-        total += tl.load(partial_ptr + slot * N + n, mask=(n < N) & (expert >= 0), other=0.0)
+        total += tl.load(partial_ptr + slot * N + n, mask=n < tl.where(expert >= 0, N, 0), other=0.0)
     tl.store(out_ptr + token * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
 
 

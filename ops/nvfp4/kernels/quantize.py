@@ -43,11 +43,9 @@ def fake_quantize_rows(
     """
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
-    live = True
     expert = 0
     if SCALE == "expert":
         expert = local_expert(tl.load(ids_ptr + row), map_ptr, num_ids, E)
-        live = expert >= 0
     x = tl.load(x_ptr + (row // slots_per_row) * K + k, mask=k < K, other=0.0).to(tl.float32)
     if SCALE == "token":
         g = global_scale_of(tl.max(tl.where(is_finite(x), tl.abs(x), 0.0), axis=0))
@@ -58,7 +56,7 @@ def fake_quantize_rows(
     lo, hi = tl.split(tl.reshape(codes, (BLOCK // 2, 2)))
     packed = tl.reshape((lo | (hi << 4)).to(tl.uint8), (1, BLOCK // 2))
     values = tl.reshape(decode_tile(packed, tl.reshape(scale, (1, BLOCK // 16)), 1, BLOCK), (BLOCK,))
-    tl.store(out_ptr + row * K + k, values.to(out_ptr.dtype.element_ty), mask=(k < K) & live)
+    tl.store(out_ptr + row * K + k, values.to(out_ptr.dtype.element_ty), mask=k < tl.where(expert >= 0, K, 0))
 
 
 @triton.jit

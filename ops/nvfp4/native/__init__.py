@@ -24,6 +24,7 @@ from ..reference import local_ids
 
 SOURCE = Path(__file__).with_name("moe.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-ffp-contract=fast")
+_SLOWER = "the pure torch kernel runs, several times slower"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -51,9 +52,7 @@ def build() -> Build:
     """Compile (or find compiled) and load the kernel; never raises for want of a compiler."""
     compiler = next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), None)
     if compiler is None:
-        return Build(
-            None, "no C++ compiler (g++ or clang++) on the path: the pure torch kernel runs, several times slower"
-        )
+        return Build(None, f"no C++ compiler (g++ or clang++) on the path: {_SLOWER}")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     tag = "\n".join((version, _cpu_identity(), *FLAGS)).encode() + SOURCE.read_bytes()
     name = f"nvfp4_moe_{hashlib.sha256(tag).hexdigest()[:16]}.so"
@@ -74,12 +73,8 @@ def build() -> Build:
                 os.replace(scratch.name, path)
                 return Build(_load(path), f"{compiler}, built into {folder}")
         os.unlink(scratch.name)
-        return Build(
-            None, f"{compiler} could not compile the CPU kernel, so the pure torch one runs: {done.stderr[-400:]}"
-        )
-    return Build(
-        None, "no folder to build the CPU kernel in is writable: the pure torch kernel runs, several times slower"
-    )
+        return Build(None, f"{compiler} could not compile the CPU kernel: {_SLOWER}: {done.stderr[-400:]}")
+    return Build(None, f"no folder to build the CPU kernel in is writable: {_SLOWER}")
 
 
 def library() -> ctypes.CDLL | None:

@@ -68,7 +68,9 @@ def dequantize(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: 
     """(e2m1 * e4m3) * global_scale, in float32, then rounded to dtype.
 
     Args:
-        codes: uint8 [..., K/2]. block_scale: uint8 or float8_e4m3fn [..., K/16]. global_scale: one float32, or [..., 1].
+        codes: uint8 [..., K/2].
+        block_scale: uint8 or float8_e4m3fn [..., K/16].
+        global_scale: one float32, or one a row [..., 1].
         dtype: of the result.
 
     Returns:

@@ -13,6 +13,7 @@ def scale_mode(precision: str, scale: Tensor | None) -> str:
     """Which activation scale a GEMM applies; see kernels.moe.row_scale."""
     if precision != "w4a4_static":
         return "none" if precision == "w4a16" else "token"
+    assert scale is not None
     return "shared" if scale.numel() == 1 else "expert"
 
 

@@ -215,24 +215,24 @@ def _check_health(health: Tensor, x: Tensor, experts: int) -> None:
 
 
 def _fake_health(*args, **constants) -> Tensor:
-    *args, health = args
-    out = _fake(*args, **constants)
-    _check_health(health, args[0], args[6].shape[0])
+    *inputs, health = args
+    out = _fake(*inputs, **constants)
+    _check_health(health, inputs[0], inputs[6].shape[0])
     return out
 
 
 def _cpu_health(*args, **constants) -> Tensor:
-    *args, health = args
-    _check_health(health, args[0], args[6].shape[0])
-    out = _cpu(*args, **constants)
-    reference.count_health(args[0], out, args[1], args[13], args[6].shape[0], health)
+    *inputs, health = args
+    _check_health(health, inputs[0], inputs[6].shape[0])
+    out = _cpu(*inputs, **constants)
+    reference.count_health(inputs[0], out, inputs[1], inputs[13], inputs[6].shape[0], health)
     return out
 
 
 def _cuda_health(*args, **constants) -> Tensor:
-    *args, health = args
-    _check_health(health, args[0], args[6].shape[0])
-    return _cuda(*args, health=health, **constants)
+    *inputs, health = args
+    _check_health(health, inputs[0], inputs[6].shape[0])
+    return _cuda(*inputs, health=health, **constants)
 
 
 register(SCHEMA, cpu=_cpu, cuda=_cuda, fake=_fake)
