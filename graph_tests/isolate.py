@@ -108,7 +108,7 @@ def _conclude(spec: Spec, code: int | None, paths: dict[str, str]) -> Report:
         why += "; before that: " + judge(checks, gpu)[1]
     status = Status.INCONCLUSIVE if verdict is Verdict.INCONCLUSIVE else Status.FAIL
     evidence = Check("process", status, why, evidence=(tail,))
-    facts = next((e["environment"] for e in events if "environment" in e), {})
+    facts: dict[str, str] = next((e["environment"] for e in events if "environment" in e), {})
     seconds = spec.timeout_s if code is None else 0.0
     return Report(spec.name, verdict, why, (*checks, evidence), gpu, environment=facts, seconds=seconds)
 

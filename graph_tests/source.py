@@ -34,6 +34,7 @@ def is_user_file(file: str) -> bool:
     return not path.startswith(sysconfig.get_paths()["stdlib"] + os.sep)
 
 
+@functools.lru_cache(maxsize=4096)
 def where_of(file: str, line: int, function: str = "") -> Where:
     """A :class:`Where` with the text of its line."""
     shown = os.path.relpath(file) if os.path.abspath(file).startswith(os.getcwd() + os.sep) else file

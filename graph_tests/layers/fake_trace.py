@@ -9,12 +9,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from graph_tests.cures import cure
 from graph_tests.layers.oplog import ApiNames, Op, OpLog, _storage_key
-from graph_tests.layers.optable import COPIES, HOST_NAMES, INDEXED, api_name, classify, operation_name
+from graph_tests.layers.optable import COPIES, HOST_NAMES, INDEXED, api_name, classify, is_masked_fill, operation_name
 from graph_tests.source import user_where
 from graph_tests.verdict import Finding, Kind, Where
 
@@ -23,6 +23,10 @@ MOST_READS = 20_000
 
 class TooManyReads(Exception):
     """A loop that waits for a device value would never end on fake values."""
+
+
+class RawPointer(RuntimeError):
+    """The callable asked for the address of a fake tensor; a kernel launched on it would write anywhere."""
 
 
 class FakeTrace(OpLog):
@@ -49,10 +53,10 @@ class FakeTrace(OpLog):
             args, kwargs = tree_map(lambda leaf: self._on_cuda(leaf, unknown), (args, kwargs))
         if op.custom:
             self.custom_calls.setdefault(op.qualified, (func, args, kwargs, op.where))
-        kind = classify(op.name, op.api, args, kwargs)
-        if kind is Kind.DATA_SHAPE and op.name.startswith("index_put") and _is_masked_fill(args):
+        kind = op.kind or classify(op.name, op.api, args, kwargs)
+        if kind is Kind.DATA_SHAPE and op.name.startswith("index_put") and is_masked_fill(args):
             kind = None
-        if kind is not None and not (kind is Kind.HOST_TO_DEVICE and _is_pinned(args)):
+        if kind is not None and not op.pinned_source:
             self.find(kind, operation_name(op.name, op.api), op.where, _evidence(kind, op))
         out = self._go_on(op, func, args, kwargs)
         self.learn(out)
@@ -145,8 +149,9 @@ class FakeApiNames(ApiNames):
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if isinstance(first, FakeTensor) and name in ("numpy", "__array__"):
             return self.trace.to_host(first, name)
-        if isinstance(first, FakeTensor) and name == "data_ptr" and self.trace.raw_pointer is None:
-            self.trace.raw_pointer = user_where()
+        if isinstance(first, FakeTensor) and name == "data_ptr":
+            self.trace.raw_pointer = self.trace.raw_pointer or user_where()
+            raise RawPointer("a fake tensor has no address: what is done with a raw pointer cannot be seen")
         if not torch.cuda.is_available():
             if func is torch.Tensor.cuda and first is not None:
                 return super().__torch_function__(torch.Tensor.to, types, (first, "cuda"), {})
@@ -173,7 +178,7 @@ def no_triton_launch(trace: FakeTrace) -> Iterator[None]:
         numbers = tuple(a for a in args if isinstance(a, bool | int | float))
         grid = kwargs.get("grid")
         sizes = tuple(grid) if isinstance(grid, tuple | list) else ()
-        trace.ops.append(Op(name, "triton", trace.api.current, user_where(), (*sizes, *numbers)))
+        trace.ops.append(Op(name, "triton", trace.api.current, user_where(), numbers, grid=sizes))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", run))
@@ -206,21 +211,6 @@ def _made_up(tensor: torch.Tensor) -> Any:
 
 def _outside(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) and leaf.device.type == "cpu"
-
-
-def _is_pinned(args: Any) -> bool:
-    """Pinned memory is known only where there is a GPU; without one a copy from the host counts as pageable."""
-    if not torch.cuda.is_available():
-        return False
-    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
-        return any(_outside(t) and t.is_pinned() for t in tree_leaves(args))
-
-
-def _is_masked_fill(args: Any) -> bool:
-    value = args[2] if len(args) > 2 else None
-    if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.device.type != "cpu":
-        return False
-    return all(not isinstance(i, torch.Tensor) or i.dtype in (torch.bool, torch.uint8) for i in args[1])
 
 
 def _evidence(kind: Kind, op: Op) -> str:

@@ -11,11 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from graph_tests.layers.optable import classify, is_masked_fill
 from graph_tests.source import user_where
-from graph_tests.verdict import Where
+from graph_tests.verdict import Kind, Where
 
 BUILTIN_NAMESPACES = ("aten", "prim", "prims", "profiler", "inductor", "higher_order")
 
@@ -51,6 +52,9 @@ class Op:
     scalars: tuple[Any, ...]
     stream: int = 0
     writes: tuple[int, ...] = ()
+    grid: tuple[int, ...] = ()
+    kind: Kind | None = None
+    pinned_source: bool = False
 
     @property
     def custom(self) -> bool:
@@ -132,6 +136,11 @@ class OpLog(TorchDispatchMode):
         self.ops.append(op)
         written = _written(schema, args, kwargs)
         op.writes = tuple(_storage_key(t) for t in written)
+        op.kind = classify(name, op.api, args, kwargs)
+        if op.kind is Kind.DATA_SHAPE and name.startswith("index_put") and is_masked_fill(args):
+            op.kind = None
+        if op.kind is Kind.HOST_TO_DEVICE:
+            op.pinned_source = any(_pinned(leaf) for leaf in leaves)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and not self._knows(leaf):
                 self._external(leaf, op)
@@ -195,9 +204,17 @@ def _scalars(leaves: list[Any]) -> tuple[Any, ...]:
         if isinstance(leaf, bool | int | float | complex):
             found.append(leaf)
         elif type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.device.type == "cpu" and leaf.numel() == 1:
-            with torch.utils._python_dispatch._disable_current_modes():
+            with _disable_current_modes():
                 found.append(leaf.detach().item())
     return tuple(found)
+
+
+def _pinned(leaf: Any) -> bool:
+    """Pinned memory is known only where there is a GPU; without one a copy from the host counts as pageable."""
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor) or leaf.device.type != "cpu":
+        return False
+    with _disable_current_modes():
+        return torch.cuda.is_available() and leaf.is_pinned()
 
 
 def _written(schema: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

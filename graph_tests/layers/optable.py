@@ -109,6 +109,14 @@ def _classify_index(indices: Any) -> Kind | None:
     return None
 
 
+def is_masked_fill(args: Sequence[Any]) -> bool:
+    """``x[mask] = number`` fills in place without a list of indices: no wait."""
+    value = args[2] if len(args) > 2 else None
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.device.type != "cpu":
+        return False
+    return all(not isinstance(i, torch.Tensor) or i.dtype in (torch.bool, torch.uint8) for i in args[1])
+
+
 def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b or (
         a.untyped_storage()._cdata == b.untyped_storage()._cdata

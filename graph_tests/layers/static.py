@@ -23,6 +23,7 @@ from graph_tests.inputs import InputMaker
 from graph_tests.layers import fakes
 from graph_tests.layers.fake_cuda import device_guard, fake_inputs, pretend_cuda
 from graph_tests.layers.fake_trace import FakeApiNames, FakeTrace, TooManyReads, lists_of_fakes, no_triton_launch
+from graph_tests.layers.oplog import OpLog
 from graph_tests.source import where_raised
 from graph_tests.verdict import Check, Finding, Kind, Status
 
@@ -108,7 +109,7 @@ def _to_fake(args: Any, fake: FakeTensorMode) -> tuple[Any, bool]:
     return tree_map(convert, args), assume and any(t.dim() for t in leaves)
 
 
-def compare(one: FakeTrace, two: FakeTrace, same_inputs: bool) -> list[Finding]:
+def compare(one: OpLog, two: OpLog, same_inputs: bool) -> list[Finding]:
     """Host values that differ between two traces: a graph would keep the first for ever."""
     kind = Kind.BAKED_STATE if same_inputs else Kind.BAKED_SCALAR
     what = "two calls on the same inputs" if same_inputs else "two sets of inputs"
@@ -126,6 +127,11 @@ def compare(one: FakeTrace, two: FakeTrace, same_inputs: bool) -> list[Finding]:
         return [Finding(kind, op.qualified if op else "?", op.where if op else None, evidence, cure(kind))]
     found = []
     for a, b in zip(one.ops, two.ops, strict=True):
+        if a.grid != b.grid:
+            grid_kind = Kind.BAKED_STATE if same_inputs else Kind.TOPOLOGY
+            evidence = f"{what} launch {a.qualified} with the grids {a.grid} and {b.grid}"
+            found.append(Finding(grid_kind, a.qualified, a.where, evidence, cure(grid_kind)))
+            continue
         if a.scalars != b.scalars and not _both_nan(a.scalars, b.scalars):
             evidence = f"{what} give {a.qualified} the host values {a.scalars} and {b.scalars}"
             found.append(Finding(kind, a.qualified, a.where, evidence, cure(kind)))
