@@ -15,8 +15,7 @@ import torch.nn.functional as F
 
 from bench.bits_per_byte import END_OF_TEXT, encode
 
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-SKIPPED_FOLDERS |= {"idlelib", "lib2to3", "turtledemo", "__phello__", "pydoc_data", "encodings"}  # applications, tables
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "pydoc_data", "encodings"}  # foreign, or tables
 SKIPPED_FILES = {"html/entities.py", "sitecustomize.py", "usercustomize.py"}
 HELDOUT_LIMIT = 200_000  # bytes, header lines included
 
@@ -66,14 +65,16 @@ def read_sources(root: Path | None = None, heldout_limit: int = HELDOUT_LIMIT) -
     ]
 
 
-def manifest(files: list[SourceFile]) -> dict:
-    """Return what is needed to find the same text again: version, one row a file, and one hash over all rows."""
+def manifest(files: list[SourceFile], version: str | None = None) -> dict:
+    """Return what is needed to find the same text again: version, one row a file, and one hash over all rows.
+
+    `version` is the Python that the files belong to, the running one by default.
+    """
     rows = [{key: value for key, value in asdict(file).items() if key != "text"} for file in files]
     listing = "".join(f"{file.sha256}  {file.split}  {file.path}\n" for file in files)
     return {
         "source": "the Python standard library",
-        "python": platform.python_version(),
-        "implementation": platform.python_implementation(),
+        "python": version or platform.python_version(),
         "sha256_of_list": hashlib.sha256(listing.encode()).hexdigest(),
         "bytes": {split: sum(f.size for f in files if f.split == split) for split in ("train", "heldout")},
         "files": rows,

@@ -39,6 +39,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1.5e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--heldout-limit", type=int, default=HELDOUT_LIMIT, help="bytes of held-out text at most")
+    parser.add_argument("--stdlib", type=Path, help="folder of another Python's standard library")
+    parser.add_argument("--stdlib-version", help="version of that Python")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     return parser.parse_args(argv)
@@ -195,25 +197,24 @@ def tokens_per_expert(model: Qwen3MoeForCausalLM, data: Iterator, rounds: int) -
     return counts.tolist()
 
 
-def save(out: Path, model: Qwen3MoeForCausalLM, files: list[SourceFile]) -> None:
+def save(out: Path, model: Qwen3MoeForCausalLM, files: list[SourceFile], version: str | None) -> None:
     """Write the checkpoint in bfloat16, the held-out text and the list of files: seven files in all with train.json."""
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out, max_shard_size="15MB")
     (out / "generation_config.json").unlink(missing_ok=True)
     (out / "heldout.txt").write_bytes(heldout_text(files))
-    (out / "files.json").write_text(json.dumps(manifest(files), indent=1) + "\n")
+    (out / "files.json").write_text(json.dumps(manifest(files, version), indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    files = read_sources(heldout_limit=args.heldout_limit)
+    files = read_sources(args.stdlib, heldout_limit=args.heldout_limit)
     model, masters = build(args)
     report: dict = {
-        "command": ["python", "-m", "bench.train_demo", *(sys.argv[1:] if argv is None else argv)],
-        "settings": vars(args) | {"out": str(args.out)},
+        "settings": {k: v for k, v in vars(args).items() if k not in ("out", "stdlib")},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {"python": platform.python_version()} | {m.__name__: m.__version__ for m in (torch, transformers)},
-        "sha256_of_list": manifest(files)["sha256_of_list"],
+        "stdlib": {k: v for k, v in manifest(files, args.stdlib_version).items() if k != "files"},
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     print(json.dumps(report), flush=True)
@@ -224,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     report["setup_seconds"] = time.perf_counter() - begin
     print(f"{report['mode']} training, set up in {report['setup_seconds']:.1f} s", flush=True)
     report |= train(model, masters, data, step, args)
-    save(args.out, model, files)
+    save(args.out, model, files, args.stdlib_version)
 
     def add(**results: object) -> None:  # written after each measurement: a failure in one loses no other
         report.update(results)

@@ -48,6 +48,8 @@ class ProbeField(IntEnum):
 
 
 PROBE_FIELDS = len(ProbeField)
+COUNTERS = int(Field.TOKENS)
+"""Columns before the experts'; a plain number, since symbolic sizes cannot be added to an enum."""
 
 
 def buffer(layers: int, num_experts: int, device: torch.device | str) -> Tensor:

@@ -64,7 +64,7 @@ def times(scale: Tensor, activation_scale: Tensor | None) -> Tensor:
 
 def route(logits, bias=None, *, top_k, scoring="softmax", renormalize=True, scale=1.0):
     """See operators.route."""
-    logits = logits.to(torch.float32)
+    logits = logits.to(torch.float32).contiguous()
     if scoring == "softmax":
         scores = torch.softmax(logits, -1)
     elif scoring == "sigmoid":

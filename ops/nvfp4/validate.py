@@ -161,7 +161,8 @@ class Check:
     def _alphas(self, projection: str, activation: np.ndarray, weight: np.ndarray, where: np.ndarray) -> None:
         with np.errstate(all="ignore"):
             alpha = activation * weight
-            bad = where & (weight > 0) & ~((alpha >= FLOAT32_MIN_NORMAL) & np.isfinite(alpha))
+            sound = (weight >= FLOAT32_MIN_NORMAL) & (weight <= 2.0**126)
+            bad = where & sound & ~((alpha >= FLOAT32_MIN_NORMAL) & np.isfinite(alpha))
         for e in np.flatnonzero(bad):
             self._add("error", e, projection, "input_scale", "alpha", f"{activation[e]:.6g}",
                       f"its product with weight_scale_2 = {weight[e]:.6g} must be a normal float32")  # fmt: skip
@@ -193,7 +194,7 @@ class Check:
         """Name the first bad byte of one expert, or repair NaN scales over zero codes when asked."""
         scale, codes = self.raw.slot(e, projection, "weight_scale"), self.raw.slot(e, projection, "weight")
         is_nan = (scale & 0x7F) == 0x7F
-        silent = is_nan & ~(codes.unflatten(-1, (-1, 8)) & 0x77).any(-1)
+        silent = is_nan & (codes.unflatten(-1, (-1, 8)) & 0x77 == 0).all(-1)
         if "zero_nan_blocks" in self.repairs and bool(silent.any()):
             scale[silent] = 0
             self._add("repaired", e, projection, "weight_scale", "nan_block", f"{int(silent.sum())} bytes",

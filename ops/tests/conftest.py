@@ -5,14 +5,17 @@ import sys
 from pathlib import Path
 
 if not Path("/dev/nvidia0").exists() and not Path("/dev/nvidiactl").exists():
-    assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET"), "triton was imported before the interpreter was chosen"
+    assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET"), (
+        "triton was imported before the interpreter was chosen"
+    )
     os.environ["TRITON_INTERPRET"] = "1"
 
 from dataclasses import dataclass, replace
 
-import nvfp4
 import pytest
 import torch
+
+import nvfp4
 from nvfp4.operators import dequantize, linear, moe, probe, quantize, route
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,11 +85,30 @@ def unit_layer():
     g = 16 s_gate, u = 16 s_up, y = 16 s_down act(g, u).
     """
 
-    def make(gate=(1 / 16, 1 / 16), up=(1 / 16, 1 / 16), down=(1 / 16, 1 / 16), dtype=torch.bfloat16, expert=1, x=1.0, parts=2):
-        codes = lambda *shape: torch.full(shape, 0x22, dtype=torch.uint8)
-        ones = lambda *shape: torch.full(shape, 0x38, dtype=torch.uint8)
+    def make(
+        gate=(1 / 16, 1 / 16),
+        up=(1 / 16, 1 / 16),
+        down=(1 / 16, 1 / 16),
+        dtype=torch.bfloat16,
+        expert=1,
+        x=1.0,
+        parts=2,
+    ):
+        def codes(*shape):
+            return torch.full(shape, 0x22, dtype=torch.uint8)
+
+        def ones(*shape):
+            return torch.full(shape, 0x38, dtype=torch.uint8)
+
         g13 = torch.tensor([gate, up][:parts]).T.contiguous()
-        weights = (codes(2, 16 * parts, 8), ones(2, 16 * parts, 1), g13, codes(2, 16, 8), ones(2, 16, 1), torch.tensor(down))
+        weights = (
+            codes(2, 16 * parts, 8),
+            ones(2, 16 * parts, 1),
+            g13,
+            codes(2, 16, 8),
+            ones(2, 16, 1),
+            torch.tensor(down),
+        )
         return Layer(
             torch.full((1, 16), x, dtype=dtype), torch.tensor([[expert]], dtype=torch.int32), torch.ones(1, 1), weights
         )

@@ -2,9 +2,10 @@
 
 import math
 
-import nvfp4
 import pytest
 import torch
+
+import nvfp4
 from nvfp4 import format as fmt
 from nvfp4 import oracle
 
@@ -147,4 +148,6 @@ def test_pack_and_unpack_are_inverse():
 def test_python_functions_view_float8_scales():
     codes, scales = nvfp4.quantize(torch.randn(3, 32), torch.tensor(1e-3))
     as_float8 = scales.view(torch.float8_e4m3fn)
-    assert torch.equal(nvfp4.dequantize(codes, as_float8, torch.tensor(1e-3)), nvfp4.dequantize(codes, scales, torch.tensor(1e-3)))
+    assert torch.equal(
+        nvfp4.dequantize(codes, as_float8, torch.tensor(1e-3)), nvfp4.dequantize(codes, scales, torch.tensor(1e-3))
+    )

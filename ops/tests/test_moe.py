@@ -3,9 +3,10 @@
 import math
 from dataclasses import replace
 
-import nvfp4
 import pytest
 import torch
+
+import nvfp4
 from nvfp4 import format as fmt
 from nvfp4 import native, oracle, reference
 
@@ -14,7 +15,11 @@ TOLERANCES = {  # relative L2 against the reference: same operands, other order 
     torch.bfloat16: 4e-3,  # h and y are rounded to 8 bits; an order change flips some last bits
     torch.float16: 5e-4,
 }
-DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu), pytest.param(torch.float16, marks=pytest.mark.gpu)]
+DTYPES = [
+    torch.float32,
+    pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param(torch.float16, marks=pytest.mark.gpu),
+]
 ACTIVATION_TABLE = {  # (g, u) at limit 7: silu without limit, swigluoai alpha 1.702 beta 1, silu clamped, swiglustep
     (10.0, 10.0): (99.99546, 55.99963, 48.95536, 49.0),
     (2.0, 0.5): (0.880797, 2.903488, 0.880797, 0.880797),
@@ -50,12 +55,29 @@ def run(request, triton_ops, device):
     return triton
 
 
+@pytest.fixture
+def same(request):
+    """Bit equality of rows whose neighbours changed; the torch reference may follow the rows of its matrix product."""
+    if "reference" in request.node.callspec.id:
+        return lambda a, b: error(a, b) < 1e-6
+    return torch.equal
+
+
 def test_matches_the_oracle(make_layer, run):
     layer = make_layer(tokens=3, experts=3, hidden=32, inter=16)
     w13, s13, g13, w2, s2, g2 = layer.weights
-    numbers = lambda w, s: fmt.dequantize_blocks(w, s).tolist()
+
+    def numbers(w, s):
+        return fmt.dequantize_blocks(w, s).tolist()
+
     want = oracle.moe(
-        layer.x.tolist(), layer.ids.tolist(), layer.router.tolist(), numbers(w13, s13), g13.tolist(), numbers(w2, s2), g2.tolist()
+        layer.x.tolist(),
+        layer.ids.tolist(),
+        layer.router.tolist(),
+        numbers(w13, s13),
+        g13.tolist(),
+        numbers(w2, s2),
+        g2.tolist(),
     )
     assert error(run(layer), torch.tensor(want)) < 1e-6
 
@@ -115,7 +137,9 @@ def test_router_weights_stay_float32(unit_layer, run):
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
 def test_triton_agrees_with_the_reference(make_layer, triton_ops, device, dtype, precision, activation):
     for scales in ("expert", "shared") if precision == "w4a4_static" else (None,):
-        layer = make_layer(tokens=9, experts=5, hidden=96, inter=48, top_k=3, gated=activation != "relu2", bias=True, scales=scales)
+        layer = make_layer(
+            tokens=9, experts=5, hidden=96, inter=48, top_k=3, gated=activation != "relu2", bias=True, scales=scales
+        )
         layer = layer.on("cpu", dtype)
         constants = {"activation": activation, "precision": precision}
         got = triton_ops["moe"](*layer.on(device).args(), **constants)
@@ -129,7 +153,9 @@ def test_cpp_agrees_with_the_reference(make_layer, dtype, precision, activation)
     if native.library() is None:
         pytest.skip(native.build().why)
     for scales in ("expert", "shared") if precision == "w4a4_static" else (None,):
-        layer = make_layer(tokens=9, experts=5, hidden=96, inter=48, top_k=3, gated=activation != "relu2", bias=True, scales=scales)
+        layer = make_layer(
+            tokens=9, experts=5, hidden=96, inter=48, top_k=3, gated=activation != "relu2", bias=True, scales=scales
+        )
         layer = layer.on("cpu", dtype)
         constants = {"activation": activation, "precision": precision}
         got = torch.ops.nvfp4.moe(*layer.args(), **constants)
@@ -145,7 +171,7 @@ def test_sizes_that_are_no_multiple_of_a_tile(make_layer, run, hidden, inter):
 
 @pytest.mark.parametrize("bad", [-1, -999999, 4, 2**31 - 1])
 @pytest.mark.parametrize("id_type", [torch.int32, torch.int64])
-def test_ids_out_of_range_contribute_exactly_zero(make_layer, run, bad, id_type):
+def test_ids_out_of_range_contribute_exactly_zero(make_layer, run, same, bad, id_type):
     layer = make_layer()
     ids = layer.ids.to(id_type)
     ids[0, 1] = bad
@@ -154,7 +180,7 @@ def test_ids_out_of_range_contribute_exactly_zero(make_layer, run, bad, id_type)
     assert not got[2].any()
     kept = layer.router.clone()
     kept[0, 1] = 0
-    assert torch.equal(got[[1, 3, 4]], run(layer)[[1, 3, 4]])
+    assert same(got[[1, 3, 4]], run(layer)[[1, 3, 4]])
     assert error(got[0], run(replace(layer, router=kept))[0]) < 1e-6
     assert not run(replace(layer, ids=torch.full_like(ids, bad))).any()
 
@@ -240,7 +266,10 @@ def test_views_of_x(make_layer, run, view):
     layer = make_layer()
     x = {
         "transposed": layer.x.T.contiguous().T,
-        "offset": torch.cat([torch.zeros(1, 3), torch.zeros(5, 3)], 0).new_zeros(5 * 64 + 3)[3:].view(5, 64).copy_(layer.x),
+        "offset": torch.cat([torch.zeros(1, 3), torch.zeros(5, 3)], 0)
+        .new_zeros(5 * 64 + 3)[3:]
+        .view(5, 64)
+        .copy_(layer.x),
         "strided": torch.stack([layer.x, torch.full_like(layer.x, float("nan"))], 2)[:, :, 0],
     }[view]
     assert torch.equal(run(replace(layer, x=x)), run(layer))

@@ -1,8 +1,9 @@
 """Routing and dense layers."""
 
-import nvfp4
 import pytest
 import torch
+
+import nvfp4
 from nvfp4 import format as fmt
 from nvfp4 import reference
 
@@ -31,7 +32,10 @@ def test_route_is_the_formula(ops, scoring, renormalize, with_bias, experts, top
     want_ids = choice.sort(descending=True, stable=True).indices[:, :top_k]
     want = scores.gather(1, want_ids)
     want = want / want.sum(1, keepdim=True) if renormalize else want
-    to = lambda t: None if t is None else t.to(device)
+
+    def to(t):
+        return None if t is None else t.to(device)
+
     ids, weights = route(to(logits), to(bias), top_k=top_k, scoring=scoring, renormalize=renormalize, scale=2.5)
     assert ids.dtype == torch.int32 and weights.dtype == torch.float32
     assert torch.equal(ids.cpu().long(), want_ids)
@@ -91,7 +95,10 @@ def test_linear(ops, precision, tokens, n, k, with_bias):
     x = torch.randn(tokens, k, generator=torch.Generator().manual_seed(1))
     bias = torch.randn(n) if with_bias else None
     a = torch.tensor(1e-3)
-    to = lambda t: None if t is None else t.to(device)
+
+    def to(t):
+        return None if t is None else t.to(device)
+
     got = linear(to(x), to(codes), to(scales), to(g), to(a), to(bias), precision=precision).cpu()
     want = reference.linear(x, codes, scales, g, a, bias, precision=precision)
     assert got.shape == (tokens, n)
@@ -114,10 +121,7 @@ def test_linear_with_a_global_scale_per_row(ops):
 def test_linear_scales_before_float16(ops):
     """Raw sums of 3.3e7 must not pass through float16."""
     _, linear, device = ops
-    if device == "cpu" and linear is not torch.ops.nvfp4.linear:
-        dtype = torch.float32
-    else:
-        dtype = torch.float16
+    dtype = torch.float32 if device == "cpu" and linear is not torch.ops.nvfp4.linear else torch.float16
     codes = torch.full((16, 1024), 0x77, dtype=torch.uint8, device=device)
     scales = torch.full((16, 128), 0x7E, dtype=torch.uint8, device=device)
     x = torch.full((1, 2048), 6.0, dtype=dtype, device=device)

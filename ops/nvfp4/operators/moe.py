@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import native, reference, tiles
 from ..format import ACTIVATIONS, PRECISIONS, is_gated
-from ..health import Field
+from ..health import COUNTERS
 from ..kernels import health as health_kernels
 from ..kernels import ids as id_kernels
 from ..kernels import moe as kernels
@@ -167,7 +167,7 @@ def _launch(
     order = ids.new_empty(slots, dtype=torch.int32)
     id_kernels.sort_slots[(experts,)](
         ids, expert_map, starts, order, health, slots, num_ids, experts,
-        TOKENS_FIELD=int(Field.TOKENS), BLOCK=min(power_of_two(slots), 1024), num_warps=4,
+        TOKENS_FIELD=COUNTERS, BLOCK=min(power_of_two(slots), 1024), num_warps=4,
     )  # fmt: skip
     rows, scale, mode, divisor = x, None, scale_mode(precision, a13_scale), top_k
     if precision != "w4a16":
@@ -207,9 +207,9 @@ def _launch(
 def _check_health(health: Tensor, x: Tensor, experts: int) -> None:
     need_same_device("moe.health", x, health=health)
     need(
-        health.dtype == torch.int64 and tuple(health.shape) == (Field.TOKENS + experts,) and health.is_contiguous(),
+        health.dtype == torch.int64 and tuple(health.shape) == (COUNTERS + experts,) and health.is_contiguous(),
         "moe.health",
-        f"health is {health.dtype} {tuple(health.shape)}; need a contiguous int64 [{Field.TOKENS + experts}] row, "
+        f"health is {health.dtype} {tuple(health.shape)}; need a contiguous int64 [{COUNTERS + experts}] row, "
         "as nvfp4.health.buffer makes",
     )
 
