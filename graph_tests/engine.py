@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import platform
 import time
@@ -68,8 +69,9 @@ def environment() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             facts[name] = "absent"
     if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
-        facts["capability"] = ".".join(str(n) for n in torch.cuda.get_device_capability())
+        with contextlib.suppress(RuntimeError):  # a lost device no longer says its name
+            facts["gpu"] = torch.cuda.get_device_name()
+            facts["capability"] = ".".join(str(n) for n in torch.cuda.get_device_capability())
     return facts
 
 
@@ -88,14 +90,14 @@ class _Run:
             fn = self.case.callable()
         except Exception as error:
             why = f"the callable could not be built: {_short(error)}"
-            self._add(Check("build", Status.INCONCLUSIVE, why, evidence=(traceback.format_exc(),)))
+            self._add(Check("build", Status.INCONCLUSIVE, why, evidence=(traceback.format_exc()[-4000:],)))
             return
         if "lint" in self.case.layers:
             from graph_tests.layers.lint import check_lint
 
             self.attempt("lint", None, lambda: check_lint(fn), required=False)
         for size in self.case.sizes or (None,):
-            if self.gpu:
+            if self.gpu and set(self.case.layers) - {"lint", "static"}:
                 self._on_gpu(fn, size)
             if "static" in self.case.layers:
                 self.attempt("static", size, lambda size=size: self._static(fn, size), required=not self.gpu)  # type: ignore[misc]
@@ -125,7 +127,7 @@ class _Run:
             return
         except Exception as error:
             self._sticky("warm-up", error)
-            trace = (traceback.format_exc(),)
+            trace = (traceback.format_exc()[-4000:],)
             self._add(Check("run time", Status.INCONCLUSIVE, _short(error), evidence=trace, size=size))
             return
         at = f"size {size}: " if size is not None else ""
@@ -154,7 +156,7 @@ class _Run:
         except Exception as error:
             self._sticky(name, error)
             why = f"the layer itself failed: {_short(error)}"
-            check = Check(name, Status.INCONCLUSIVE, why, evidence=(traceback.format_exc(),))
+            check = Check(name, Status.INCONCLUSIVE, why, evidence=(traceback.format_exc()[-4000:],))
         findings = tuple(dataclasses.replace(f, size=size) for f in check.findings)
         self._add(
             dataclasses.replace(

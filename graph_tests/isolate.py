@@ -36,7 +36,7 @@ class Spec:
 def run_isolated(spec: Spec) -> Report:
     """Judge one spec in a subprocess; HANG and CRASH are verdicts, and a crash is followed by a static look."""
     report = _run(spec)
-    if report.verdict in (Verdict.HANG, Verdict.CRASH) and report.gpu and "layer static" not in report.why:
+    if report.verdict is Verdict.CRASH and report.gpu and "layer static" not in report.why:
         options = {**spec.options, "layers": ["static"]}
         second = _run(dataclasses.replace(spec, options=options, timeout_s=min(spec.timeout_s, 60.0)))
         kept = tuple(c for c in second.checks if c.name == "static")

@@ -38,6 +38,7 @@ class Bench:
         self.streams: set[int] = set()
         self.found: list[Finding] = []
         self.broken = ""
+        self.capture_stream = 0
         self.warm = case.warm_sizes is None or size in case.warm_sizes
         if self.compiled:
             given = fn is not self.eager

@@ -131,14 +131,17 @@ class _CudaMethods(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _generator(device: Any = "cpu") -> torch.Generator:
-    return torch._C.Generator("cpu" if torch.device(device).type == "cuda" else device)
+class _Generator:
+    """Makes CPU generators where cuda ones were asked for; a class, because torch writes ``Generator | None``."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return torch._C.Generator("cpu" if torch.device(device).type == "cuda" else device)
 
 
 def fake_inputs(make: Callable[[], Any], fake: FakeTensorMode) -> Any:
     """Call ``make`` so that tensors asked for on cuda come out fake, whatever this machine has."""
     with (
-        mock.patch.object(torch, "Generator", _generator),
+        mock.patch.object(torch, "Generator", _Generator),
         pretend_cuda(lambda name: None),
         fake,
         StandIn(fake),

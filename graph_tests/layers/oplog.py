@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -34,7 +34,7 @@ class ApiNames(TorchFunctionMode):
         return self.stack[0] if self.stack else ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.stack.append(resolve_name(func) or getattr(func, "__name__", ""))
+        self.stack.append(getattr(func, "__name__", ""))
         try:
             return func(*args, **(kwargs or {}))
         finally:

@@ -41,8 +41,8 @@ HOST_NAMES = {
 
 
 def api_name(full: str) -> str:
-    """The last part of torch's own name for a Python function: ``torch.Tensor.tolist`` is ``tolist``."""
-    return full.rsplit(".", 1)[-1]
+    """The user's word for a Python function: torch.linalg.inv is called ``linalg_inv`` inside torch."""
+    return full.rsplit(".", 1)[-1].removeprefix("linalg_")
 
 
 def operation_name(op: str, api: str) -> str:
