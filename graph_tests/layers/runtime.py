@@ -119,7 +119,8 @@ def _explicit(bench: Bench, found: Findings) -> None:
 def _allocator(bench: Bench, found: Findings, evidence: list[str]) -> None:
     """The allocators must ask the driver for nothing once warm: a callable may use up to 32 pooled streams in turn."""
     args = clone_tree(bench.maker.make(0))
-    quiet, calls, moved = 0, 0, {}
+    quiet, calls = 0, 0
+    moved: dict[str, int] = {}
     while quiet < QUIET_CALLS and calls < MOST_WARM_CALLS:
         torch.cuda.synchronize()
         before = _counters()
