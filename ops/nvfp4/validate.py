@@ -22,6 +22,7 @@ REPAIRS = {
 RATIO_NOTE = 2.0
 SATURATED_NOTE = 0.01
 _NO_FILE = "no file holds this tensor"
+_RECALIBRATE = "re-calibrate, load as w4a4_per_token, or ask for the repair fill_activation_max"
 _WAY_OUT = "fix or re-export the checkpoint"
 _SCALE_RULES = (
     ("not_finite", lambda v: ~np.isfinite(v), "must be finite"),
@@ -87,7 +88,8 @@ class Check:
             for projection in self.spec.projections:
                 for tensor in needed:
                     if (e, projection, tensor) not in self.raw.sources:
-                        self._add("error", e, projection, tensor, "missing", "", _NO_FILE)
+                        action = _RECALIBRATE if tensor == "input_scale" else _WAY_OUT
+                        self._add("error", e, projection, tensor, "missing", "", _NO_FILE, action)
         for (e, projection, tensor), sources in self.raw.sources.items():
             if len(sources) > 1:
                 rule = f"written {len(sources)} times: {', '.join(sources[:4])}"
@@ -138,7 +140,7 @@ class Check:
             replacement = healthy.max() if usable else float("nan")
             severity = "repaired" if usable else "error"
             action = f"filled with the largest healthy one, {replacement:.6g}" if usable else (
-                "re-calibrate, load as w4a4_per_token, or ask for the repair fill_activation_max"
+                _RECALIBRATE
             )  # fmt: skip
             bad = self._rules(projection, "input_scale", values[p], written, severity, action)
             if fill:

@@ -1,0 +1,143 @@
+"""Decoding the shipped model: ours eager and compiled, beside transformers' bf16 experts: `python -m bench.decode`.
+
+Verified before it is timed: in float32 the compiled tokens equal the eager ones. All variants are timed in turn in one
+process, several rounds, since machines are noisy. On a GPU the profiler then counts what the host does in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import compiled_moe
+from bench.bits_per_byte import encode
+from bench.record import RESULTS, write
+from compiled_moe.decode import Decoder
+from compiled_moe.experts import experts_of
+from nvfp4.format import dequantize_blocks
+
+SYNCHRONISING = (
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cuCtxSynchronize",
+)
+
+
+def unquantised(dtype: torch.dtype, device: str) -> nn.Module:
+    """Transformers' own model with its eager experts, holding the values that the shipped codes stand for."""
+    from transformers import AutoModelForCausalLM
+
+    ours = compiled_moe.load(device="cpu", dtype=dtype)
+    config = ours.config
+    config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    state = {n: t for n, t in ours.state_dict().items()}
+    for name, module in experts_of(ours).items():
+        t = module.weights.tensors
+        inter = t["w2"].shape[2] * 2
+        scale = t["w13_global_scale"].repeat_interleave(inter, 1).unsqueeze(-1)
+        state[f"{name}.gate_up_proj"] = dequantize_blocks(t["w13"], t["w13_block_scale"]) * scale
+        state[f"{name}.down_proj"] = (
+            dequantize_blocks(t["w2"], t["w2_block_scale"]) * t["w2_global_scale"][:, None, None]
+        )
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not missing and not unexpected, (missing, unexpected)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def tokens(decoder: Decoder, prompt: torch.Tensor, count: int) -> list[int]:
+    return [i for chunk in decoder.stream(prompt, count) for i in chunk]
+
+
+def seconds_a_token(decoder: Decoder, prompt: torch.Tensor, count: int) -> float:
+    """Decode steps only, prompt excluded, from the first launch to the last token on the host."""
+    decoder.start(prompt)
+    decoder.history.cpu()
+    begin = time.perf_counter()
+    for _ in range(count):
+        decoder.step()
+    decoder.history.cpu()
+    return (time.perf_counter() - begin) / count
+
+
+def host_calls(decoder: Decoder, prompt: torch.Tensor, steps: int = 16) -> dict[str, float]:
+    """CUDA runtime and driver calls per decode step, by name, from the profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    decoder.start(prompt)
+    for _ in range(4):
+        decoder.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            decoder.step()
+    # the profiler ends with a cudaDeviceSynchronize of its own
+    names = Counter(e.name for e in profiler.events() if e.name.startswith(("cuda", "cu")))
+    names["cudaDeviceSynchronize"] -= 1
+    return {name: count / steps for name, count in sorted(names.items()) if count > 0}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--precision", default="w4a16")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    prompt, length = encode(b"def "), 4 + args.tokens + 64
+
+    def ours(dtype: torch.dtype, compile: bool) -> Decoder:
+        model = compiled_moe.load(device=args.device, dtype=dtype, precision=args.precision)
+        return Decoder(model, length, compile=compile)
+
+    eager32, compiled32 = ours(torch.float32, False), ours(torch.float32, True)
+    compiled32.warmup(prompt)
+    want, got = tokens(eager32, prompt, args.tokens), tokens(compiled32, prompt, args.tokens)
+    agree = sum(a == b for a, b in zip(want, got, strict=True))
+    print(f"float32: {agree} of {args.tokens} compiled tokens equal the eager ones")
+    variants = {
+        "ours eager float32": eager32,
+        "ours compiled float32": compiled32,
+        "ours eager bfloat16": ours(torch.bfloat16, False),
+        "ours compiled bfloat16": ours(torch.bfloat16, True),
+        "transformers eager experts bfloat16": Decoder(unquantised(torch.bfloat16, args.device), length, compile=False),
+        "transformers eager experts float32": Decoder(unquantised(torch.float32, args.device), length, compile=False),
+    }
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for decoder in variants.values():
+        decoder.warmup(prompt)
+    for _ in range(args.rounds):
+        for name, decoder in variants.items():
+            times[name].append(seconds_a_token(decoder, prompt, args.tokens))
+    speed = {name: 1 / statistics.median(t) for name, t in times.items()}
+    for name, value in speed.items():
+        print(f"{name:36} {value:8.1f} tokens/s")
+    results: dict = {"tokens": args.tokens, "equal_tokens_float32": agree, "precision": args.precision}
+    results |= {"tokens_per_second": speed, "seconds_per_token": times}
+    loaded = compiled32.model.nvfp4
+    results["expert_bytes_over_bf16"] = loaded.expert_bytes / (2 * loaded.expert_parameters)
+    results["threads"] = torch.get_num_threads()
+    if args.device == "cuda":
+        calls = host_calls(variants["ours compiled bfloat16"], prompt)
+        results["host_calls_per_step"] = calls
+        results["synchronising_calls_per_step"] = sum(calls.get(name, 0) for name in SYNCHRONISING)
+        results["eager_host_calls_per_step"] = host_calls(variants["ours eager bfloat16"], prompt)
+        results["graphs"] = compiled32.graphs()
+        print(f"per step: {calls}")
+    name = "h200" if args.device == "cuda" else "cpu"
+    write(args.out or RESULTS / f"decode_{name}.json", "python -m bench.decode", **results)
+    return 0 if agree == args.tokens else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
