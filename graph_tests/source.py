@@ -23,6 +23,8 @@ def is_user_file(file: str) -> bool:
     if file.startswith("<") or "torchinductor_" in file or not file.endswith(".py"):
         return False
     path = os.path.abspath(file)
+    if any(path.startswith(root) for root in _loaded_roots()):
+        return False
     if path.startswith(_HERE + os.sep):
         return path.startswith(_OWN_USERS)
     for root in {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]}:
@@ -32,6 +34,12 @@ def is_user_file(file: str) -> bool:
     if any(f"{os.sep}{kind}-packages{os.sep}{top}{os.sep}" in path for kind in ("site", "dist") for top in _PACKAGES):
         return False
     return not path.startswith(sysconfig.get_paths()["stdlib"] + os.sep)
+
+
+def _loaded_roots() -> list[str]:
+    """Folders of the packages that are no user's code, wherever they were loaded from."""
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in ("torch", "triton", "numpy")]
+    return [os.path.dirname(os.path.abspath(f)) + os.sep for f in files if f]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -47,7 +47,7 @@ class Bench:
 
     def layers(self) -> Iterator[tuple[str, Callable[[], Check]]]:
         """The GPU layers in the order that disturbs the next one least."""
-        from graph_tests.layers import capture, compiled, customops, replay, runahead, runtime
+        from graph_tests.layers import capture, customops, replay, runahead, runtime
 
         ops = ("custom ops", lambda: customops.check_custom_ops(self))
         live = [
@@ -56,6 +56,8 @@ class Bench:
         ]
         graphs = [("capture", lambda: capture.check_capture(self)), ("replay", lambda: replay.check_replay(self))]
         if self.compiled:
+            from graph_tests.layers import compiled
+
             order = [ops, ("compile", lambda: compiled.check_compiled(self)), *live, *graphs]
         elif self.warm:
             order = [ops, *live, *graphs]

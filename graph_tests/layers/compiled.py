@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo
 
 from graph_tests.inputs import clone_tree, tensors
 from graph_tests.layers import profile
