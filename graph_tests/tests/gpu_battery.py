@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from graph_tests import render
@@ -72,7 +72,7 @@ def profiler_attached() -> str:
     """With another profiler attached the run-time layer says not run; what is wrong, or an empty string."""
     command = [sys.executable, "-m", "graph_tests.tests.attached"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
     if done.returncode:
         return f"the process ended with {done.returncode}: {done.stderr[-1500:]}"
     report = Report.from_dict(json.loads(done.stdout.strip().splitlines()[-1]))
@@ -105,12 +105,23 @@ def main() -> int:
     gpu = any(r.gpu for r in reports.values())
     wrong = {n: table.mismatches(wanted[n], r, gpu) for n, r in reports.items()}
     extra: dict[str, str] = {}
+    if chosen.out:
+        _write(chosen.out, reports, wrong, extra)
     if gpu and not chosen.only:
-        extra = {"profiler-attached": profiler_attached(), "fifty-refuted-captures": refuted_captures(chosen.jobs)}
+        extra["profiler-attached"] = _attempt(profiler_attached)
+        extra["fifty-refuted-captures"] = _attempt(lambda: refuted_captures(chosen.jobs))
     _print(wanted, reports, wrong, extra, gpu, time.monotonic() - began)
     if chosen.out:
         _write(chosen.out, reports, wrong, extra)
     return int(any(wrong.values()) or any(extra.values()))
+
+
+def _attempt(trial: Callable[[], str]) -> str:
+    """The trial's answer; when the trial itself breaks, that is the answer, and the table is still printed."""
+    try:
+        return trial()
+    except (RuntimeError, OSError, subprocess.SubprocessError, ValueError) as error:
+        return f"the trial itself failed: {type(error).__name__}: {str(error)[:300]}"
 
 
 def _print(
