@@ -32,6 +32,12 @@ def graph_check(request: pytest.FixtureRequest) -> GraphCheck:
     return GraphCheck(request)
 
 
+def load_arguments() -> list[str]:
+    """What makes another pytest load this plugin: nothing when it is installed, -p when it is only on the path."""
+    installed = any(e.name == "graph_tests" for e in importlib.metadata.entry_points(group="pytest11"))
+    return [] if installed else ["-p", "graph_tests.plugin"]
+
+
 class GraphCheck:
     """What the fixture returns; call it, or use :meth:`report` to judge without failing the test."""
 
@@ -95,8 +101,7 @@ class GraphCheck:
                 "no:cacheprovider",
                 f"--rootdir={self._config.rootpath}",
             ]
-            if not any(e.name == "graph_tests" for e in importlib.metadata.entry_points(group="pytest11")):
-                command += ["-p", "graph_tests.plugin"]
+            command += load_arguments()
             if self._config.inipath is not None:
                 command += ["-c", str(self._config.inipath)]
             node = self._request.node

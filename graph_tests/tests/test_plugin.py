@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from graph_tests import check
+from graph_tests.plugin import load_arguments
 from graph_tests.tests import faulty
 
 TESTS = """
@@ -47,8 +48,8 @@ def test_importing_the_plugin_is_quick_and_brings_no_torch():
 def test_the_fixture_judges_closures_in_a_process_of_their_own(tmp_path):
     (tmp_path / "test_mine.py").write_text(TESTS)
     junit = tmp_path / "junit.xml"
-    done = python("-m", "pytest", "-q", "-p", "graph_tests.plugin", f"--junitxml={junit}", "test_mine.py", cwd=tmp_path)
-    assert "1 failed, 2 passed" in done.stdout, done.stdout
+    done = python("-m", "pytest", "-q", *load_arguments(), f"--junitxml={junit}", "test_mine.py", cwd=tmp_path)
+    assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert "host read: item" in done.stdout and "cure:" in done.stdout
     failures = [c.get("name") for c in ElementTree.parse(junit).iter("testcase") if c.find("failure") is not None]
     assert failures == ["test_bad"]
