@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def machine() -> dict:
     """GPU or processor, and the versions that matter."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in ("torch", "triton", "transformers", "numpy", "cuda-bindings"):
         try:
             versions[name] = importlib.metadata.version(name)

@@ -56,7 +56,7 @@ def _cuda(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch
         with on_device_of(codes):
             dequantize_rows[(rows,)](
                 codes, block_scale.contiguous(), global_scale.contiguous(), out, k,
-                SCALE_PER_ROW=int(global_scale.numel() > 1), BLOCK=power_of_two(k),
+                SCALE_PER_ROW=int(global_scale.numel() > 1), BLOCK=power_of_two(k), enable_fp_fusion=False,
             )  # fmt: skip
     return out
 

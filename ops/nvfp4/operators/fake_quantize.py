@@ -24,6 +24,6 @@ def fake_quantize(x, rows, ids, expert_map, static, mode, num_ids, experts) -> t
     scale = x.new_empty(rows, dtype=torch.float32) if mode == "token" else static
     fake_quantize_rows[(rows,)](
         x, ids, expert_map, static, values, scale if mode == "token" else None,
-        k, rows // x.shape[0], num_ids, experts, SCALE=mode, BLOCK=power_of_two(k),
+        k, rows // x.shape[0], num_ids, experts, SCALE=mode, BLOCK=power_of_two(k), enable_fp_fusion=False,
     )  # fmt: skip
     return values, scale

@@ -46,7 +46,15 @@ def _launch(name: str, x: Tensor, global_scale: Tensor | None, codes: Tensor, sc
     require_warm(name, flat, k)
     with on_device_of(x):
         quantize_rows[(rows,)](
-            flat, global_scale, codes, scales, token, k, PER_TOKEN=token is not None, BLOCK=power_of_two(k)
+            flat,
+            global_scale,
+            codes,
+            scales,
+            token,
+            k,
+            PER_TOKEN=token is not None,
+            BLOCK=power_of_two(k),
+            enable_fp_fusion=False,
         )
 
 
