@@ -14,14 +14,12 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from torch import nn
 
 import compiled_moe
 from bench.bits_per_byte import encode
 from bench.record import RESULTS, write
 from compiled_moe.decode import Decoder
-from compiled_moe.experts import experts_of
-from nvfp4.format import dequantize_blocks
+from compiled_moe.unquantised import unquantised
 
 SYNCHRONISING = (
     "cudaStreamSynchronize",
@@ -30,28 +28,6 @@ SYNCHRONISING = (
     "cudaMemcpy",
     "cuCtxSynchronize",
 )
-
-
-def unquantised(dtype: torch.dtype, device: str) -> nn.Module:
-    """Transformers' own model with its eager experts, holding the values that the shipped codes stand for."""
-    from transformers import AutoModelForCausalLM
-
-    ours = compiled_moe.load(device="cpu", dtype=dtype)
-    config = ours.config
-    config._experts_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    state = {n: t for n, t in ours.state_dict().items()}
-    for name, module in experts_of(ours).items():
-        t = module.weights.tensors
-        inter = t["w2"].shape[2] * 2
-        scale = t["w13_global_scale"].repeat_interleave(inter, 1).unsqueeze(-1)
-        state[f"{name}.gate_up_proj"] = dequantize_blocks(t["w13"], t["w13_block_scale"]) * scale
-        state[f"{name}.down_proj"] = (
-            dequantize_blocks(t["w2"], t["w2_block_scale"]) * t["w2_global_scale"][:, None, None]
-        )
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not missing and not unexpected, (missing, unexpected)
-    return model.to(device).eval().requires_grad_(False)
 
 
 def tokens(decoder: Decoder, prompt: torch.Tensor, count: int) -> list[int]:
@@ -100,6 +76,9 @@ def main(argv: list[str] | None = None) -> int:
         model = compiled_moe.load(device=args.device, dtype=dtype, precision=args.precision)
         return Decoder(model, length, compile=compile)
 
+    def theirs(dtype: torch.dtype) -> torch.nn.Module:
+        return unquantised(compiled_moe.load(device=args.device, dtype=dtype))
+
     eager32, compiled32 = ours(torch.float32, False), ours(torch.float32, True)
     compiled32.warmup(prompt)
     want, got = tokens(eager32, prompt, args.tokens), tokens(compiled32, prompt, args.tokens)
@@ -110,8 +89,8 @@ def main(argv: list[str] | None = None) -> int:
         "ours compiled float32": compiled32,
         "ours eager bfloat16": ours(torch.bfloat16, False),
         "ours compiled bfloat16": ours(torch.bfloat16, True),
-        "transformers eager experts bfloat16": Decoder(unquantised(torch.bfloat16, args.device), length, compile=False),
-        "transformers eager experts float32": Decoder(unquantised(torch.float32, args.device), length, compile=False),
+        "transformers eager experts bfloat16": Decoder(theirs(torch.bfloat16), length, compile=False),
+        "transformers eager experts float32": Decoder(theirs(torch.float32), length, compile=False),
     }
     times: dict[str, list[float]] = {name: [] for name in variants}
     for decoder in variants.values():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import compiled_moe
 import nvfp4
 from compiled_moe.decode import Decoder
+from compiled_moe.unquantised import unquantised
 
 transformers = pytest.importorskip("transformers")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,10 +113,8 @@ def test_health_counts_inside_the_decode_step(prompt):
 
 @pytest.mark.parametrize("precision", ["w4a16", "w4a4_per_token"])
 def test_logits_are_close_to_the_dequantised_model(precision, prompt):
-    from bench.decode import unquantised
-
     ours = compiled_moe.load(dtype=torch.float32, precision=precision, device=DEVICE)
-    theirs = unquantised(torch.float32, DEVICE)
+    theirs = unquantised(compiled_moe.load(dtype=torch.float32, device=DEVICE))
     text = (compiled_moe.DEMO / "heldout.txt").read_bytes()[:256]
     ids = torch.tensor([[b + 3 for b in text]], device=DEVICE)
     a, b = ours(ids).logits.double(), theirs(ids).logits.double()

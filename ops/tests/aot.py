@@ -19,8 +19,9 @@ BF16, F32, I32, I64, U8, F64 = "*bf16", "*fp32", "*i32", "*i64", "*u8", "*fp64"
 def gemm1(tile, scale="none", kind="silu", bias=None):
     return moe.gemm1, {
         "x_ptr": BF16, "x_scale_ptr": None if scale == "none" else F32, "slots_ptr": I32, "starts_ptr": I32,
-        "w_ptr": U8, "bytes_ptr": U8, "global_ptr": F32, "bias_ptr": bias, "h_ptr": BF16, "K": "i32", "INTER": "i32", "E": "i32",
-        "slots_per_row": "i32", "alpha": "fp32", "beta": "fp32", "limit": "fp32", "SCALE": scale,
+        "w_ptr": U8, "bytes_ptr": U8, "global_ptr": F32, "bias_ptr": bias, "h_ptr": BF16,
+        "K": "i32", "INTER": "i32", "E": "i32", "slots_per_row": "i32", "alpha": "fp32",
+        "beta": "fp32", "limit": "fp32", "SCALE": scale,
         "GATED": kind != "relu2", "KIND": ACTIVATIONS[kind], "LIMITED": kind == "swigluoai", **blocks(tile),
         "E_BLOCK": 128,
     }, tile  # fmt: skip
