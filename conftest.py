@@ -4,6 +4,8 @@ import functools
 
 import pytest
 
+NO_GPU = "no CUDA device: the last GPU results are in bench/results and graph_tests/results"
+
 
 @functools.cache
 def _capability() -> tuple[int, int] | None:
@@ -19,9 +21,7 @@ def pytest_collection_modifyitems(items):
             continue
         have = _capability()
         if have is None:
-            item.add_marker(
-                pytest.mark.skip(reason="no CUDA device: last GPU results are in bench/results and graph_tests/results")
-            )
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
         elif "sm90" in needs and have[0] != 9:
             item.add_marker(pytest.mark.skip(reason=f"needs compute capability 9.x, this GPU has {have}"))
         elif "sm100" in needs and have[0] < 10:
