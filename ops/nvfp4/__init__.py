@@ -5,6 +5,7 @@ Importing registers the operators and does nothing else: no CUDA, no patching, n
 
 from . import health
 from .errors import GradError, NVFP4Error, ScaleError, ShapeError
+from .mxfp4 import from_mxfp4
 from .operators.dequantize import dequantize
 from .operators.launch import CaptureError
 from .operators.linear import linear
@@ -14,7 +15,7 @@ from .operators.quantize import quantize, quantize_per_token
 from .operators.route import route
 from .raw import ExpertsSpec, RawExperts
 from .report import Finding, ScaleReport
-from .validate import REPAIRS
+from .validate import REPAIRS, check
 from .weights import Candidate, ExpertWeights, explain, finalize, warmup
 
 __all__ = [
@@ -30,9 +31,11 @@ __all__ = [
     "ScaleError",
     "ScaleReport",
     "ShapeError",
+    "check",
     "dequantize",
     "explain",
     "finalize",
+    "from_mxfp4",
     "health",
     "linear",
     "moe",

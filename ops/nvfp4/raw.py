@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +68,10 @@ class RawExperts:
 
     A slot that nobody wrote is known by its record, not by its value: memory may hold plausible numbers by accident.
     The buffers have the layout of the checkpoint and are taken over, not copied, by ``finalize``.
+
+    Attributes:
+        spec: what the layer is. tensors: the buffers by name, until they are taken over.
+        sources: (expert, projection, tensor) to the places that wrote it.
     """
 
     def __init__(
@@ -84,15 +89,25 @@ class RawExperts:
         self._allocate(ExpertsSpec(num_experts, hidden, intermediate, activation, bias, layer), torch.device(device))
 
     @classmethod
-    def of(cls, spec: ExpertsSpec, device: torch.device | str = "cpu") -> RawExperts:
-        """Empty slots for a spec."""
+    def of(
+        cls,
+        spec: ExpertsSpec,
+        device: torch.device | str = "cpu",
+        codes: Callable[[int, str], Tensor] | None = None,
+    ) -> RawExperts:
+        """Empty slots for a spec.
+
+        With ``codes``, only scales are held: ``check`` calls it as codes(expert, projection) for the packed codes of
+        the few experts whose scales raise a question, and ``finalize`` refuses such experts.
+        """
         self = cls.__new__(cls)
-        self._allocate(spec, torch.device(device))
+        self._allocate(spec, torch.device(device), codes)
         return self
 
-    def _allocate(self, spec: ExpertsSpec, device: torch.device) -> None:
+    def _allocate(self, spec: ExpertsSpec, device: torch.device, codes=None) -> None:
         self.spec = spec
         self.device = device
+        self._codes = codes
         self.sources: dict[tuple[int, str, str], list[str]] = {}
         e, h, i = spec.num_experts, spec.hidden_size, spec.intermediate_size
         parts = len(spec.projections) - 1
@@ -102,10 +117,8 @@ class RawExperts:
             return torch.full(shape, value, dtype=dtype, device=device)
 
         self.tensors: dict[str, Tensor] = {
-            "w13": filled((e, parts * i, h // 2), 0, torch.uint8),
             "w13_block_scale": filled((e, parts * i, h // GROUP), NAN_SCALE, torch.uint8),
             "w13_global_scale": filled((e, parts), nan, torch.float32),
-            "w2": filled((e, h, i // 2), 0, torch.uint8),
             "w2_block_scale": filled((e, h, i // GROUP), NAN_SCALE, torch.uint8),
             "w2_global_scale": filled((e,), nan, torch.float32),
             "a13_scale": filled((e, parts), nan, torch.float32),
@@ -114,6 +127,22 @@ class RawExperts:
         if spec.bias:
             self.tensors["w13_bias"] = filled((e, parts * i), nan, torch.float32)
             self.tensors["w2_bias"] = filled((e, h), nan, torch.float32)
+        if codes is None:
+            self.tensors["w13"] = filled((e, parts * i, h // 2), 0, torch.uint8)
+            self.tensors["w2"] = filled((e, h, i // 2), 0, torch.uint8)
+
+    @property
+    def scales_only(self) -> bool:
+        """Whether the packed codes stay where they are."""
+        return self._codes is not None
+
+    def codes(self, expert: int, projection: str) -> Tensor:
+        """Packed codes of one projection, uint8 [N, K/2]."""
+        return self.slot(expert, projection, "weight") if self._codes is None else self._codes(expert, projection)
+
+    def note(self, expert: int, projection: str, tensor: str, source: str) -> None:
+        """Record that a file holds this tensor, without taking its values (scales only)."""
+        self.sources.setdefault((expert, projection, tensor), []).append(source)
 
     def slot(self, expert: int, projection: str, tensor: str) -> Tensor:
         """The view of the buffers that one checkpoint tensor fills."""
@@ -135,6 +164,8 @@ class RawExperts:
             "input_scale": f"a{stem}_scale",
             "bias": f"w{stem}_bias",
         }[tensor]
+        if name not in self.tensors:
+            raise ShapeError(f"{where}: only scales are held here; make RawExperts without codes= to load weights")
         view = self.tensors[name][expert]
         if projection == "down_proj":
             return view

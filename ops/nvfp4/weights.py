@@ -12,7 +12,7 @@ from .errors import NVFP4Error, ScaleError, ShapeError
 from .format import PRECISIONS
 from .raw import ExpertsSpec, RawExperts
 from .report import ScaleReport
-from .validate import REPAIRS, Check
+from .validate import REPAIRS, check
 
 POLICIES = ("raise", "report", "unchecked")
 """Refuse what is wrong; return it with the report and serve it visibly wrong; or look at nothing (dummy weights)."""
@@ -141,10 +141,12 @@ def _known(what: str, value: str, allowed: tuple[str, ...]) -> None:
 def _validated(raw: RawExperts, precision: str, policy: str, repairs: tuple) -> tuple[dict[str, Tensor], ScaleReport]:
     if not raw.tensors:
         raise NVFP4Error(f"{raw.spec.layer}: these experts were finalized already; make new RawExperts to load again")
+    if raw.scales_only:
+        raise NVFP4Error(f"{raw.spec.layer}: these experts hold scales only; use nvfp4.check, or load the weights too")
     if policy == "unchecked":
         report = ScaleReport(precision, layers=1, experts=raw.spec.num_experts)
     else:
-        report = Check(raw, precision, repairs).run()
+        report = check(raw, precision, repairs)
         if policy == "raise" and not report.ok:
             raise ScaleError(report)
     tensors = raw.release()
