@@ -7,6 +7,7 @@ process, several rounds, since machines are noisy. On a GPU the profiler then co
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 import time
@@ -57,7 +58,7 @@ def host_calls(decoder: Decoder, prompt: torch.Tensor, steps: int = 16) -> dict[
         for _ in range(steps):
             decoder.step()
     # the profiler ends with a cudaDeviceSynchronize of its own
-    names = Counter(e.name for e in profiler.events() if e.name.startswith(("cuda", "cu")))
+    names = Counter(e.name for e in profiler.events() if re.match(r"cu(da)?[A-Z]", e.name))
     names["cudaDeviceSynchronize"] -= 1
     return {name: count / steps for name, count in sorted(names.items()) if count > 0}
 

@@ -16,10 +16,10 @@ from nvfp4.kernels import health, ids, moe, quantize, route
 BF16, F32, I32, I64, U8, F64 = "*bf16", "*fp32", "*i32", "*i64", "*u8", "*fp64"
 
 
-def gemm1(tile, scale="none", kind="silu", bias=None):
+def gemm1(tile, scale="none", kind="silu", bias=None, x=BF16):
     return moe.gemm1, {
-        "x_ptr": BF16, "x_scale_ptr": None if scale == "none" else F32, "slots_ptr": I32, "starts_ptr": I32,
-        "w_ptr": U8, "bytes_ptr": U8, "global_ptr": F32, "bias_ptr": bias, "h_ptr": BF16,
+        "x_ptr": x, "x_scale_ptr": None if scale == "none" else F32, "slots_ptr": I32, "starts_ptr": I32,
+        "w_ptr": U8, "bytes_ptr": U8, "global_ptr": F32, "bias_ptr": bias, "h_ptr": x,
         "K": "i32", "INTER": "i32", "E": "i32", "slots_per_row": "i32", "alpha": "fp32",
         "beta": "fp32", "limit": "fp32", "SCALE": scale,
         "GATED": kind != "relu2", "KIND": ACTIVATIONS[kind], "LIMITED": kind == "swigluoai", **blocks(tile),
@@ -45,6 +45,8 @@ def kernels():
     yield gemm1(small)
     yield gemm1(large, "token", "swigluoai", F32)
     yield gemm1(tiles.choose(6000, 128, 2048), "expert", "relu2")
+    yield gemm1(small, x=F32)
+    yield gemm1(large, x=F32)
     yield gemm2(small)
     yield gemm2(large, "token")
     yield moe.linear, {

@@ -28,8 +28,8 @@ def load_weight(codes_ptr, bytes_ptr, n, N, k0, K, BLOCK_N: tl.constexpr, BLOCK_
 
 @triton.jit
 def multiply(a, weight, acc):
-    """Acc + a @ weight.T; float32 operands in full precision."""
-    return tl.dot(a, tl.trans(weight.to(a.dtype)), acc, input_precision="ieee")
+    """Return acc + a @ weight.T; float32 goes in parts of 11 bits, and a weight is exact in one part."""
+    return tl.dot(a, tl.trans(weight.to(a.dtype)), acc, input_precision="tf32x3")
 
 
 @triton.jit
