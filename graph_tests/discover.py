@@ -45,21 +45,23 @@ def load(target: str) -> ModuleType:
 
 
 def suites() -> list[str]:
-    """Names of the suites in graph_tests.cases: the part of each module's name before the first underscore."""
+    """Names of the suites in graph_tests.cases."""
+    return sorted(set(_suite_of_module().values()))
+
+
+def _suite_of_module() -> dict[str, str]:
+    """The suite of each module of graph_tests.cases: ``a_part`` belongs to ``a`` where there is a module ``a``."""
     import graph_tests.cases
 
-    names = [m.name for m in pkgutil.iter_modules(graph_tests.cases.__path__)]
-    return sorted({name.split("_")[0] for name in names})
+    names = sorted(m.name for m in pkgutil.iter_modules(graph_tests.cases.__path__))
+    return {name: next(other for other in names if name == other or name.startswith(other + "_")) for name in names}
 
 
 def resolve(target: str) -> list[tuple[str, Case]]:
     """``pkg.module``, ``FILE.py``, either with ``:case``, or the name of a suite, as (module or file, case) pairs."""
     place, _, name = target.partition(":")
     if place in suites():
-        import graph_tests.cases
-
-        modules = [m.name for m in pkgutil.iter_modules(graph_tests.cases.__path__) if m.name.split("_")[0] == place]
-        places = [f"graph_tests.cases.{m}" for m in sorted(modules)]
+        places = [f"graph_tests.cases.{m}" for m, suite in _suite_of_module().items() if suite == place]
     else:
         places = [place]
     found = [(p, c) for p in places for c in cases_of(load(p))]

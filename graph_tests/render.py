@@ -22,6 +22,8 @@ def text(report: Report) -> str:
         out.append(f"  {finding.kind}: {finding.operation}{times}{at}")
         if finding.where is not None:
             out.append(f"    at {finding.where}  {finding.where.text}")
+            if finding.where.called_from:
+                out.append(f"    called from {', then '.join(finding.where.called_from)}")
         out.append(f"    seen: {finding.evidence}")
         out.append(f"    cure: {finding.cure}")
     sizes = report.sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import linecache
 import os
@@ -14,6 +15,7 @@ from graph_tests.verdict import Where
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _OWN_USERS = tuple(os.path.join(_HERE, folder) + os.sep for folder in ("tests", "cases"))
+MOST_CALLERS = 4
 _PACKAGES = ("torch", "triton", "numpy", "cuda", "_pytest", "pluggy", "functorch", "torchgen", "sympy")
 
 
@@ -36,6 +38,11 @@ def is_user_file(file: str) -> bool:
     return not path.startswith(sysconfig.get_paths()["stdlib"] + os.sep)
 
 
+def _is_own_file(file: str) -> bool:
+    """True for this tool itself, whose tests and cases are users."""
+    return os.path.abspath(file).startswith(_HERE + os.sep) and not is_user_file(file)
+
+
 def _loaded_roots() -> list[str]:
     """Folders of the packages that are no user's code, wherever they were loaded from."""
     files = [getattr(sys.modules.get(name), "__file__", None) for name in ("torch", "triton", "numpy")]
@@ -49,26 +56,45 @@ def where_of(file: str, line: int, function: str = "") -> Where:
     return Where(shown, line, function, linecache.getline(file, line).strip())
 
 
+Place = tuple[str, int, str]
+
+
+def where_of_stack(places: list[Place]) -> Where | None:
+    """The innermost place, with the others as the lines that it was called from; None when there is none."""
+    if not places:
+        return None
+    outward = tuple(str(where_of(*place)) for place in places[1 : 1 + MOST_CALLERS])
+    return dataclasses.replace(where_of(*places[0]), called_from=outward)
+
+
+def user_places(frame: FrameType | None) -> list[Place]:
+    """User lines of a stack, innermost first, out to the callable under test: to where this tool called it."""
+    found: list[Place] = []
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_user_file(file):
+            found.append((file, frame.f_lineno, frame.f_code.co_name))
+        elif found and _is_own_file(file):
+            break
+        frame = frame.f_back
+    return found
+
+
 def user_where(frame: FrameType | None = None) -> Where | None:
     """The innermost user line of a stack (default: the caller's)."""
-    frame = frame if frame is not None else sys._getframe(1)
-    while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
-            return where_of(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    return where_of_stack(user_places(frame if frame is not None else sys._getframe(1)))
 
 
 def where_raised(error: BaseException) -> Where | None:
     """The innermost user line of an exception's traceback."""
-    found: Where | None = None
+    found: list[Place] = []
     tb: TracebackType | None = error.__traceback__
     while tb is not None:
         code = tb.tb_frame.f_code
         if is_user_file(code.co_filename):
-            found = where_of(code.co_filename, tb.tb_lineno, code.co_name)
+            found.insert(0, (code.co_filename, tb.tb_lineno, code.co_name))
         tb = tb.tb_next
-    return found
+    return where_of_stack(found)
 
 
 def where_defined(fn: Callable[..., object]) -> Where | None:

@@ -76,12 +76,13 @@ class Kind(StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """A line of the user's source."""
+    """A line of the user's source: the innermost one, and the lines of the user that led there, as FILE:LINE."""
 
     file: str
     line: int
     function: str = ""
     text: str = ""
+    called_from: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
@@ -211,13 +212,17 @@ def check_from_dict(data: dict[str, Any]) -> Check:
             **data,
             "status": Status(data["status"]),
             "findings": tuple(
-                Finding(**{**f, "kind": Kind(f["kind"]), "where": Where(**f["where"]) if f["where"] else None})
+                Finding(**{**f, "kind": Kind(f["kind"]), "where": _where_from_dict(f["where"])})
                 for f in data["findings"]
             ),
             "notes": tuple(data["notes"]),
             "evidence": tuple(data["evidence"]),
         }
     )
+
+
+def _where_from_dict(data: dict[str, Any] | None) -> Where | None:
+    return Where(**{**data, "called_from": tuple(data.get("called_from", ()))}) if data else None
 
 
 PROOF_LAYERS = ("run time", "run-ahead", "capture", "replay")

@@ -90,10 +90,17 @@ class Bench:
         torch.cuda.synchronize()
 
     def call(self, fn: Callable[..., Any], args: Any) -> Any:
-        """Call on the bench's stream, without gradients; does not wait for the device."""
-        self.stream.wait_stream(torch.cuda.current_stream())
+        """Call on the bench's stream, without gradients; does not wait for the device.
+
+        The caller's stream waits for the call's work: results may be read there, and memory of arguments that die
+        there may be given to others, as soon as this returns.
+        """
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
         with torch.no_grad(), torch.cuda.stream(self.stream):
-            return fn(*args)
+            out = fn(*args)
+        current.wait_stream(self.stream)
+        return out
 
     def run(self, args: Any) -> Any:
         """Call the callable as its user would; in compiled mode that begins a new step."""

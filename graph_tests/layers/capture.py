@@ -161,7 +161,7 @@ def _explain(bench: Bench, failed: Captured, found: Findings) -> None:
     ops = failed.log.ops if failed.log is not None else []
     last = failed.log.current if failed.log is not None else None
     if failed.error is None and "unjoined" in low:
-        side = next((op for op in ops if op.stream != ops[0].stream), None)
+        side = next((op for op in ops if op.stream != bench.capture_stream), None)
         found.add(Kind.STREAM_FORK, side.qualified if side else "side stream", side.where if side else home, shown)
     elif last is not None and last.kind is not None:
         found.add(last.kind, operation_name(last.name, last.api), last.where or where, shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from graph_tests.cures import cure
 from graph_tests.layers.fake_trace import FakeTrace
 from graph_tests.verdict import Finding, Kind
+
+MOST_SUBSETS = 64
 
 
 def check_fakes(trace: FakeTrace, mode: str, notes: list[str]) -> list[Finding]:
@@ -47,39 +50,68 @@ def vanishes(func: Any) -> str:
 
 def specialises(func: Any, args: Any, kwargs: Any) -> str:
     """Run the fake with a symbolic batch size; why it fixes the size to one number, or an empty string."""
-    batch = _batch_of(args, kwargs)
-    if batch is None or batch < 2:
+    with torch._C.DisableTorchFunction():
+        batch, together = _batch_tensors(func, args, kwargs)
+    if not together:
         return ""
     env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
-    fake = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     symbol = _symbol(env, batch)
-
-    def symbolic(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if leaf.dim() and int(leaf.shape[0]) == batch and leaf.is_contiguous():
-            return torch.empty((symbol, *(int(s) for s in leaf.shape[1:])), dtype=leaf.dtype, device=leaf.device)
-        return torch.empty_strided(
-            tuple(int(s) for s in leaf.shape), tuple(leaf.stride()), dtype=leaf.dtype, device=leaf.device
-        )
-
-    with torch._C.DisableTorchFunction(), fake:
-        new_args, new_kwargs = tree_map(symbolic, (args, kwargs))
-        try:
-            func(*new_args, **new_kwargs)
-        except Exception as error:
-            return f"its fake fails when the batch size is symbolic: {str(error).splitlines()[0][:160]}"
+    why = _fake_call(func, args, kwargs, together, symbol, env)
+    if why:
+        return f"its fake fails when the batch size is symbolic: {why}"
     fixed = env._maybe_evaluate_static(symbol.node.expr) if hasattr(env, "_maybe_evaluate_static") else None
     if fixed is not None and fixed.is_number:
         return f"its fake fixes the batch size to {fixed}: every other size recompiles, or keeps a wrong shape"
     return ""
 
 
-def _batch_of(args: Any, kwargs: Any) -> int | None:
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return int(leaf.shape[0])
-    return None
+def _batch_tensors(func: Any, args: Any, kwargs: Any) -> tuple[int, tuple[int, ...]]:
+    """The batch size, and the positions of the tensors that hold it; no positions where they cannot be known.
+
+    The batch is the leading size of the first tensor. A bias over 64 experts has that leading size too in a batch of
+    64: so the tensors taken are the largest set, the first one always among them, that the fake accepts at another
+    batch size.
+    """
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    first = next((i for i, leaf in enumerate(leaves) if leaf.dim()), None)
+    if first is None or int(leaves[first].shape[0]) < 2:
+        return 0, ()
+    batch = int(leaves[first].shape[0])
+    others = [i for i, leaf in enumerate(leaves) if i != first and leaf.dim() and int(leaf.shape[0]) == batch]
+    subsets = (s for n in range(len(others), -1, -1) for s in itertools.combinations(others, n))
+    for subset in itertools.islice(subsets, MOST_SUBSETS):
+        together = (first, *subset)
+        # Some operators ask for even sizes or more: either of two other sizes will do.
+        if any(not _fake_call(func, args, kwargs, together, size) for size in (batch + 1, 2 * batch)):
+            return batch, together
+    return batch, ()
+
+
+def _fake_call(
+    func: Any, args: Any, kwargs: Any, together: tuple[int, ...], size: Any, env: ShapeEnv | None = None
+) -> str:
+    """Run the fake with another leading size in some tensors; the first line of its complaint, or an empty string."""
+    fake = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    position = itertools.count()
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        sizes: list[Any] = [int(s) for s in leaf.shape]
+        dense = leaf.is_contiguous()
+        if next(position) in together:
+            sizes[0] = size
+        if dense:
+            return torch.empty(sizes, dtype=leaf.dtype, device=leaf.device)
+        return torch.empty_strided(sizes, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+    with torch._C.DisableTorchFunction(), fake:
+        new_args, new_kwargs = tree_map(resized, (args, kwargs))
+        try:
+            func(*new_args, **new_kwargs)
+        except Exception as error:
+            return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+    return ""
 
 
 def _symbol(env: ShapeEnv, value: int) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from graph_tests.source import is_user_file, where_of
+from graph_tests.source import Place, is_user_file, user_places, where_of_stack
 from graph_tests.verdict import Where
 
 
@@ -19,7 +19,7 @@ class LineClock:
     def __init__(self, on_line: Callable[[], int] | None = None) -> None:
         self._on_line = on_line
         self._times: list[int] = []
-        self._places: list[tuple[str, int, str]] = []
+        self._places: list[list[Place]] = []
 
     def __enter__(self) -> LineClock:
         self._before = sys.gettrace()
@@ -34,12 +34,11 @@ class LineClock:
         index = bisect.bisect_right(self._times, mark) - 1
         if index < 0:
             return None
-        file, line, function = self._places[index]
-        return where_of(file, line, function)
+        return where_of_stack(self._places[index])
 
     def _stamp(self, frame: FrameType) -> None:
         self._times.append(self._on_line() if self._on_line is not None else time.time_ns())
-        self._places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        self._places.append(user_places(frame))
 
     def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
         return self._in_frame if is_user_file(frame.f_code.co_filename) else None

@@ -117,7 +117,9 @@ class _Battery:
         moves = _moves([replays[0], self.replay(values, memory.SMALL)])
         if moves is not None:
             said = f"the result changes with what was in the graph's memory before: {moves}"
-            self.found.add(Kind.UNINITIALISED, "replay", self.home, said)
+            self.evidence.append(said)
+            if not self.bench.has(Kind.ESCAPED):  # what escaped the capture is missing from the replay: one story
+                self.found.add(Kind.UNINITIALISED, "replay", self.home, said)
             return False
         eager = [self.eager(values)[0] for _ in range(3)]
         eager_moves = _moves(eager)
@@ -170,6 +172,11 @@ class _Battery:
             expected, left = self.eager(values)
             self._untouched(values, left)
             got = self.replay(values)
+            moves = _moves([got, self.replay(values, memory.SMALL)])
+            if moves is not None:
+                said = f"{name}: the result changes with what was in the graph's memory before: {moves}"
+                self.found.add(Kind.UNINITIALISED, "replay", self.home, said)
+                continue
             differs = difference(expected, got, self.noise) or difference(left, self.args, None)
             if differs is None:
                 continue
