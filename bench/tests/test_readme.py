@@ -24,7 +24,7 @@ def test_commands_named_exist():
 
     from compiled_moe.cli import app
 
-    known = set(get_command(app).commands)
+    known = set(getattr(get_command(app), "commands", ()))
     for line in re.findall(r"^(?:\$ )?(?:\S*/)?compiled-moe (.*)$", README, re.M):
         assert shlex.split(line)[0] in known, line
 
