@@ -79,7 +79,7 @@ class Grouped:
         for expert in range(e):
             w13, w2 = layer.expert(expert)
             self.w13[expert], self.w2[expert] = w13.T.bfloat16(), w2.T.bfloat16()
-        self.run = torch.compile(self._run, fullgraph=True, dynamic=False)
+        self.run = torch.compile(self._run, fullgraph=True, dynamic=True)
 
     def _run(self, x: Tensor, ids: Tensor, router: Tensor) -> Tensor:
         experts, top_k = self.w13.shape[0], ids.shape[1]

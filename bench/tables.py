@@ -46,7 +46,8 @@ def render(text: str) -> str:
     """The text with every `<!-- table NAME -->` ... `<!-- end -->` made anew."""
     for name, table in TABLES.items():
         block = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.S)
-        text = block.sub(lambda m, table=table: m[1] + "\n".join(table()) + "\n" + m[2], text)
+        body = "\n".join(table()).replace("\\", "\\\\")
+        text = block.sub(rf"\1{body}\n\2", text)
     return text
 
 
