@@ -177,7 +177,7 @@ FAULTS = {
     "reciprocal": (rewrite(put(f"{EXPERT}.weight_scale_2", torch.tensor(8000.0))), 1, "encode factor"),
     "no place": (rewrite(put("model.extra.weight", torch.zeros(2))), 2, "model.safetensors:model.extra.weight"),
     "no norm": (rewrite(pop("model.norm.weight")), 2, "model.norm.weight"),
-    "wrong shape": (rewrite(put(f"{EXPERT}.weight", torch.zeros(2).byte())), 2, "expert 5, up_proj.weight"),
+    "wrong shape": (rewrite(put(f"{EXPERT}.weight", torch.zeros(2).byte())), 2, "experts.5.up_proj.weight is U8 (2,)"),
     "converted": (rewrite(put(f"{EXPERT}.weight_scale", torch.ones(256, 16))), 2, "never converted"),
     "fp8": (edit_config(quantization_config={"quant_method": "fp8"}), 2, "quant_method 'fp8'"),
     "not quantised": (edit_config(quantization_config=None), 2, "not quantised"),

@@ -4,6 +4,7 @@ Importing registers the operators and does nothing else: no CUDA, no patching, n
 """
 
 from . import health
+from .dense import LinearWeights, RawLinear, check_linear, finalize_linear
 from .errors import GradError, NVFP4Error, ScaleError, ShapeError
 from .mxfp4 import from_mxfp4
 from .operators.dequantize import dequantize
@@ -26,15 +27,19 @@ __all__ = [
     "ExpertsSpec",
     "Finding",
     "GradError",
+    "LinearWeights",
     "NVFP4Error",
     "RawExperts",
+    "RawLinear",
     "ScaleError",
     "ScaleReport",
     "ShapeError",
     "check",
+    "check_linear",
     "dequantize",
     "explain",
     "finalize",
+    "finalize_linear",
     "from_mxfp4",
     "health",
     "linear",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import NVFP4Error
+from .format import NAN_SCALE
 from .registry import need
 
 SPAN = 17
@@ -29,10 +30,10 @@ def from_mxfp4(scale: Tensor, codes: Tensor | None = None) -> tuple[Tensor, Tens
 
     Returns:
         block_scale uint8 [N, K/16] (e4m3 bytes, powers of two) and global_scale float32 (), such that every
-        dequantised value is equal, bit for bit.
+        dequantised value is equal, bit for bit. A NaN scale stays one (byte 0x7F), for the check to find.
 
     Raises:
-        ShapeError: wrong dtype or shape. NVFP4Error: a NaN scale, or a span above 17 binades.
+        ShapeError: wrong dtype or shape. NVFP4Error: a span above 17 binades.
     """
     if scale.dtype == torch.float8_e8m0fnu:
         scale = scale.view(torch.uint8)
@@ -41,7 +42,8 @@ def from_mxfp4(scale: Tensor, codes: Tensor | None = None) -> tuple[Tensor, Tens
         "from_mxfp4",
         f"scale is {scale.dtype} {tuple(scale.shape)}; need E8M0 bytes as uint8 [N, K/32]",
     )
-    live = torch.ones_like(scale, dtype=torch.bool)
+    fault = scale == _E8M0_NAN
+    live = ~fault
     if codes is not None:
         n, blocks = scale.shape
         need(
@@ -49,20 +51,12 @@ def from_mxfp4(scale: Tensor, codes: Tensor | None = None) -> tuple[Tensor, Tens
             "from_mxfp4",
             f"codes are {codes.dtype} {tuple(codes.shape)}; for scales [{n}, {blocks}] need uint8 [{n}, {16 * blocks}]",
         )
-        live = (codes.unflatten(1, (blocks, 16)) & 0x77 != 0).any(2)
+        live &= (codes.unflatten(1, (blocks, 16)) & 0x77 != 0).any(2)
     power = scale.to(torch.int32) - 127
     first = torch.where(live, power, -1000).amax() if scale.numel() else power.new_tensor(-1000)
     last = torch.where(live, power, 1000).amin() if scale.numel() else power.new_tensor(1000)
-    nans, high, low = (int(v) for v in torch.stack([(scale == _E8M0_NAN).sum(), first, last]).cpu())
-    if nans:
-        row, block = (int(v) for v in (scale == _E8M0_NAN).nonzero()[0])
-        raise NVFP4Error(
-            f"{nans} E8M0 scale bytes are 255, which is NaN, the first at row {row}, block {block}; re-export the "
-            "checkpoint"
-        )
-    if high == -1000:
-        return scale.new_zeros(scale.shape[0], 2 * scale.shape[1]), torch.tensor(2.0**-8, device=scale.device)
-    base = max(high - 8, -126)
+    high, low = (int(v) for v in torch.stack([first, last]).cpu())
+    base = max(high - 8, -126) if high > -1000 else -8
     if low - base < -9:
         raise NVFP4Error(
             f"the E8M0 scales span 2^{low} to 2^{high}, {high - low} binades; only {SPAN} convert without loss, and "
@@ -70,5 +64,5 @@ def from_mxfp4(scale: Tensor, codes: Tensor | None = None) -> tuple[Tensor, Tens
         )
     b = torch.where(live, power - base, -10)
     byte = torch.where(b >= -6, (b + 7) << 3, 1 << (b + 9).clamp(min=0))
-    byte = torch.where(live, byte, 0).to(torch.uint8)
+    byte = torch.where(fault, NAN_SCALE, torch.where(live, byte, 0)).to(torch.uint8)
     return byte.repeat_interleave(2, dim=1), torch.tensor(2.0**base, device=scale.device)

@@ -13,13 +13,13 @@ CAP = 12
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact about one tensor of one expert.
+    """One fact about one tensor of one expert; ``expert`` is None and ``projection`` empty for a dense layer.
 
     ``severity`` is "error" (refused), "repaired" (an opt-in repair was applied) or "note" (legal, worth knowing).
     """
 
     layer: str
-    expert: int
+    expert: int | None
     projection: str
     tensor: str
     kind: str
@@ -37,7 +37,7 @@ class ScaleReport:
     Attributes:
         precision: what the checks were made for; only what it consumes is required.
         findings: in layer, expert order.
-        layers, experts: how much was checked.
+        layers, experts, dense: how much was checked.
         block_scales: counts over all block-scale bytes: total, zero, subnormal, saturated.
     """
 
@@ -45,6 +45,7 @@ class ScaleReport:
     findings: list[Finding] = field(default_factory=list)
     layers: int = 0
     experts: int = 0
+    dense: int = 0
     block_scales: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -62,6 +63,7 @@ class ScaleReport:
         self.findings += other.findings
         self.layers += other.layers
         self.experts += other.experts
+        self.dense += other.dense
         for name, count in other.block_scales.items():
             self.block_scales[name] = self.block_scales.get(name, 0) + count
 
@@ -82,7 +84,8 @@ class ScaleReport:
         total = max(self.block_scales.get("total", 0), 1)
         shares = ", ".join(f"{self.block_scales.get(k, 0) / total:.2%} {k}" for k in ("zero", "subnormal", "saturated"))
         head = (
-            f"{_many(self.layers, 'layer')}, {_many(self.experts, 'expert')} checked for {self.precision}: "
+            f"{_many(self.layers, 'layer')}, {_many(self.experts, 'expert')}"
+            f"{', ' + _many(self.dense, 'dense layer') if self.dense else ''} checked for {self.precision}: "
             f"{_many(len(self.errors), 'error')}, "
             f"{_many(sum(f.severity == 'repaired' for f in self.findings), 'repair')}, "
             f"{_many(sum(f.severity == 'note' for f in self.findings), 'note')}; block scales {shares}"
@@ -106,6 +109,6 @@ def _table(findings: Iterable[Finding]) -> list[str]:
         shown = ", ".join(map(str, ids[:CAP])) + (f" and {len(ids) - CAP} more" if len(ids) > CAP else "")
         values = list(dict.fromkeys(f.value for f in group if f.value))
         value = f" = {', '.join(values[:3])}{', ...' if len(values) > 3 else ''}" if values else ""
-        where = f"{layer}, expert{'s' if len(ids) > 1 else ''} {shown}: {projection}.{tensor}{value}"
-        lines.append(f"  {severity}: {where} [{kind}] {rule}; {action}")
+        whose = f", expert{'s' if len(ids) > 1 else ''} {shown}: {projection}." if projection else ": "
+        lines.append(f"  {severity}: {layer}{whose}{tensor}{value} [{kind}] {rule}; {action}")
     return lines

@@ -60,7 +60,7 @@ class Check:
             self._unused_activation_scales(activation)
         if len(parts) == 3:
             self._gate_up(weight[0], weight[1])
-        self.report.findings.sort(key=lambda f: f.expert)
+        self.report.findings.sort(key=lambda f: f.expert or 0)
         return self.report
 
     def _add(self, severity, expert, projection, tensor, kind, value, rule, action=_WAY_OUT) -> None:
@@ -98,10 +98,10 @@ class Check:
                 action = _RECALIBRATE if tensor == "input_scale" else _WAY_OUT
                 for e in np.flatnonzero(~self._written(projection, tensor)):
                     self._add("error", e, projection, tensor, "missing", "", _NO_FILE, action)
-        for (e, projection, tensor), sources in self.raw.sources.items():
+        for slot, sources in self.raw.sources.items():
             if len(sources) > 1:
                 rule = f"written {len(sources)} times: {', '.join(sources[:4])}"
-                self._add("error", e, projection, tensor, "duplicate", "", rule)
+                self._add("error", *slot, "duplicate", "", rule)
 
     def _written(self, projection: str, tensor: str) -> np.ndarray:
         return np.array([(e, projection, tensor) in self.raw.sources for e in range(self.spec.num_experts)])

@@ -61,9 +61,12 @@ def test_18_binades_are_refused_not_rounded():
         nvfp4.from_mxfp4(torch.tensor([[120, 102]], dtype=torch.uint8), codes)
 
 
-def test_nan_scales_wrong_dtypes_and_shapes_are_sentences():
-    with pytest.raises(nvfp4.NVFP4Error, match="255, which is NaN, the first at row 1, block 0"):
-        nvfp4.from_mxfp4(torch.tensor([[120], [255]], dtype=torch.uint8))
+def test_a_nan_scale_stays_visible_and_does_not_widen_the_span():
+    block_scale, global_scale = nvfp4.from_mxfp4(torch.tensor([[120], [255]], dtype=torch.uint8))
+    assert block_scale.tolist() == [[0x78, 0x78], [0x7F, 0x7F]] and float(global_scale) == 2.0 ** (120 - 127 - 8)
+
+
+def test_wrong_dtypes_and_shapes_are_sentences():
     with pytest.raises(nvfp4.ShapeError, match=r"need E8M0 bytes as uint8 \[N, K/32\]"):
         nvfp4.from_mxfp4(torch.ones(2, 2))
     with pytest.raises(nvfp4.ShapeError, match=r"need uint8 \[2, 32\]"):
