@@ -20,8 +20,8 @@ def tokens(seed: int, size: int) -> tuple[torch.Tensor]:
 
 
 def build(precision: str) -> Callable:
-    """The loaded model, without a cache: a function of its ids alone."""
-    model = compiled_moe.load(precision=precision, device="cuda")
+    """The loaded model, without a cache: a function of its ids alone. Without a GPU its weights stand on the CPU."""
+    model = compiled_moe.load(precision=precision, device="cuda" if torch.cuda.is_available() else "cpu")
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits

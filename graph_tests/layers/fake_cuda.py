@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -14,6 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+CAPABILITY = (9, 0)  # what code that asks is told where there is no GPU
 
 
 @functools.cache
@@ -95,8 +99,50 @@ def pretend_cuda(heard: Callable[[str], None]) -> Iterator[None]:
             replace(cuda, name, nothing)
         replace(cuda, "is_current_stream_capturing", lambda: False)
         replace(cuda, "current_device", lambda: 0)
+        replace(cuda, "get_device_capability", lambda *a: CAPABILITY)
         replace(cuda, "set_device", lambda *a: None)
         yield
+
+
+@contextlib.contextmanager
+def modules_on_cuda(fn: Any, fake: FakeTensorMode) -> Iterator[None]:
+    """Without a GPU: parameters and buffers of the modules behind a callable are fake cuda tensors for a while."""
+    if torch.cuda.is_available():
+        yield
+        return
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    moved: dict[int, Any] = {}  # tied weights stay tied
+    try:
+        for module in {id(m): m for root in _modules(fn) for m in root.modules()}.values():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is None or isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
+                        continue
+                    kept.append((held, name, tensor))  # type: ignore[arg-type]
+                    if id(tensor) not in moved:
+                        with fake:
+                            moved[id(tensor)] = torch.empty_strided(
+                                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda"
+                            )
+                    held[name] = moved[id(tensor)]  # type: ignore[index]
+        yield
+    finally:
+        for held, name, tensor in kept:
+            held[name] = tensor
+
+
+def _modules(fn: Any) -> list[torch.nn.Module]:
+    """Modules that a callable is, is a method of, closes over, or holds as an attribute."""
+    cells = getattr(fn, "__closure__", None) or ()
+    near = [fn, getattr(fn, "__self__", None), *(c.cell_contents for c in cells if c != _EMPTY)]
+    if isinstance(fn, functools.partial):
+        near += [*_modules(fn.func), *fn.args, *fn.keywords.values()]
+    if not isinstance(fn, torch.nn.Module):
+        near += list(getattr(fn, "__dict__", {}).values())
+    return [thing for thing in near if isinstance(thing, torch.nn.Module)]
+
+
+_EMPTY = types.CellType()
 
 
 class StandIn(TorchDispatchMode):

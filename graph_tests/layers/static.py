@@ -21,7 +21,7 @@ from graph_tests.case import Case
 from graph_tests.cures import cure
 from graph_tests.inputs import InputMaker
 from graph_tests.layers import fakes
-from graph_tests.layers.fake_cuda import device_guard, fake_inputs, pretend_cuda
+from graph_tests.layers.fake_cuda import device_guard, fake_inputs, modules_on_cuda, pretend_cuda
 from graph_tests.layers.fake_trace import FakeApiNames, FakeTrace, TooManyReads, lists_of_fakes, no_triton_launch
 from graph_tests.layers.oplog import OpLog
 from graph_tests.source import where_raised
@@ -36,10 +36,11 @@ def check_static(case: Case, fn: Callable[..., Any], size: int | None) -> tuple[
     maker = InputMaker(case, fn, size)
     guard = device_guard()
     fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    traces = [trace(fn, maker, 0, fake)]
-    first = traces[0]
-    if not first.error and time.monotonic() - began < REPEAT_BUDGET_S:
-        traces += [trace(fn, maker, seed, fake) for seed in (0, 0, 1)]
+    with modules_on_cuda(fn, fake):
+        traces = [trace(fn, maker, 0, fake)]
+        first = traces[0]
+        if not first.error and time.monotonic() - began < REPEAT_BUDGET_S:
+            traces += [trace(fn, maker, seed, fake) for seed in (0, 0, 1)]
     steady = traces[1] if len(traces) > 1 else first
     findings = list(steady.findings.values())
     notes = [*maker.notes(), *steady.notes]
