@@ -232,6 +232,8 @@ def test_expert_map_shards_sum_to_the_whole(make_layer, run):
     lonely = replace(layer, ids=torch.tensor([[2, -1]] * 5, dtype=torch.int32))
     shard = replace(lonely, weights=tuple(w[:2].contiguous() for w in layer.weights))
     assert not run_with_map(run, shard, torch.tensor([0, 1, -1, -1])).any()
+    padding = replace(shard, ids=torch.tensor([[-1, -2]] * 5, dtype=torch.int32))
+    assert not run_with_map(run, padding, torch.tensor([-1, -1, 0, 1])).any()  # -1 is no index from the end
 
 
 def run_with_map(run, layer, mapping):
@@ -298,7 +300,7 @@ def test_health_counts(make_layer, triton_ops, device, device_kind):
     x, ids = layer.x.clone(), layer.ids.clone()
     x[1, 3] = x[1, 5] = float("nan")
     x[4] = float("nan")
-    ids[2] = torch.tensor([-1, 77])
+    ids[2] = torch.tensor([-7, 77])
     ids[4] = -1
     layer = replace(layer, x=x, ids=ids)
     row = nvfp4.health.buffer(3, 4, "cpu")[1]
@@ -312,7 +314,7 @@ def test_health_counts(make_layer, triton_ops, device, device_kind):
     live = [0, 1, 2, 3, 5]
     tokens = [int((ids == e).sum()) for e in range(4)]
     want = {
-        "rows": 10, "padding_rows": 2, "ids_out_of_range": 2, "nonfinite_in_rows": 2, "nonfinite_in": 4,
+        "rows": 10, "padding_rows": 2, "ids_out_of_range": 4, "nonfinite_in_rows": 2, "nonfinite_in": 4,
         "nonfinite_out_rows": 2, "nonfinite_out": 128, "amax_in": float(x[live].nan_to_num(0).abs().max()),
         "amax_out": float(y.cpu()[[0, 2, 3, 5]].abs().max()), "tokens": [2 * t for t in tokens],
     }  # fmt: skip
