@@ -114,5 +114,6 @@ def code_of(fn: object) -> CodeType | None:
     code = getattr(fn, "__code__", None) or getattr(getattr(fn, "__func__", None), "__code__", None)
     if code is not None:
         return code
-    method = getattr(type(fn), "forward", None) or vars(type(fn)).get("__call__")
+    called = next((vars(c)["__call__"] for c in type(fn).__mro__ if "__call__" in vars(c)), None)
+    method = getattr(type(fn), "forward", None) or called
     return getattr(method, "__code__", None)

@@ -31,6 +31,7 @@ class Planted:
         self.state: Any = None
 
     def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        """Call the operator with the fault in place."""
         with mock.patch.object(self.owner, self.name, self.put_in()):
             return torch.ops.nvfp4.moe(*args)
 
@@ -47,6 +48,7 @@ class HostRead(Planted):
     """Looks at the largest expert id on the host."""
 
     def fault(self, out, health, x, ids, *args, **constants):
+        """The launcher, after a look at the ids."""
         if ids.max().item() < EXPERTS:  #
             self.real(out, health, x, ids, *args, **constants)
 
@@ -56,13 +58,15 @@ class HostGrid(Planted):
 
     owner, name = launcher.kernels, "gemm2"
 
-    def __call__(self, x, ids, *args):
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        """The first call reads the counts."""
         if self.state is None:
-            self.state = torch.bincount(ids.flatten(), minlength=EXPERTS).tolist()
-        return super().__call__(x, ids, *args)
+            self.state = torch.bincount(args[1].flatten(), minlength=EXPERTS).tolist()
+        return super().__call__(*args)
 
     def put_in(self) -> Any:
-        return _Launches(lambda grid: self._smaller(grid))
+        """The kernel with another grid."""
+        return _Launches(self._smaller)
 
     def _smaller(self, grid: tuple[int, int]) -> Callable[..., None]:
         def launch(*args: Any, BLOCK_M: int, **constants: Any) -> None:
@@ -78,6 +82,7 @@ class DefaultStream(Planted):
     owner, name = launcher.kernels, "sum_slots"
 
     def put_in(self) -> Any:
+        """The kernel on another stream."""
         return _Launches(self._elsewhere)
 
     def _elsewhere(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -94,6 +99,7 @@ class Workspace(Planted):
     name = "_fake"
 
     def fault(self, *args, **constants):
+        """Rows of the buffer."""
         fresh = self.real(*args, **constants)
         if self.state is None:
             self.state = fresh.new_empty((4096, fresh.shape[1]))
@@ -104,6 +110,7 @@ class NotReset(Planted):
     """Sums the slots into a buffer that nobody sets to zero."""
 
     def fault(self, out, *args, **constants):
+        """The launcher, then the sum of all calls."""
         self.real(out, *args, **constants)
         if self.state is None:
             self.state = torch.zeros_like(out, dtype=torch.float32)

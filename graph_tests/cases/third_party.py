@@ -75,6 +75,7 @@ class GrowingMask:
         self.length = 0
 
     def __call__(self, query, key, value):
+        """Attention over what may be seen so far."""
         self.length += 1
         seen = torch.arange(LENGTH, device=query.device) < self.length  #
         return F.scaled_dot_product_attention(query, key, value, attn_mask=seen[None, :].expand(LENGTH, -1))

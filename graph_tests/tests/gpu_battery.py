@@ -1,8 +1,11 @@
-"""Judge every case of the table on this machine, many at a time, and print what does not get its verdict.
+"""Judge everything on this machine: the table of verdicts, callables of other people, and the suite of nvfp4.
 
-    python -m graph_tests.tests.gpu_battery --out results.json [--jobs N] [--only NAME ...]
+    COMMIT=$(git rev-parse HEAD) python -m graph_tests.tests.gpu_battery --out FOLDER [--jobs N] [--only NAME ...]
 
-The JSON holds every report; beside it a .txt file holds the whole story of each mismatch.
+Writes battery.json, third_party.json, nvfp4.json and evidence.txt (mismatches first), and prints what is not as it
+must be. Cases run side by side, each in a process of its own. That makes calls slower, and no verdict wrong: whether a
+call ran ahead is read from the gate that held its stream, never from a clock, and a gate that ended by itself is tried
+again with a longer limit.
 """
 
 from __future__ import annotations
@@ -15,37 +18,50 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from graph_tests import render
+from graph_tests import discover, render
 from graph_tests.isolate import Spec, run_isolated, run_many
-from graph_tests.tests import table
-from graph_tests.verdict import SCHEMA_VERSION, Report, Status, Verdict
+from graph_tests.tests import battery_report, table
+from graph_tests.tests.battery_report import Suite
+from graph_tests.verdict import Report, Status, Verdict
 
 PLACE = "graph_tests.tests.table"
 CAPTURES = 50
 LEAK_LIMIT = 64 << 20
-SHOWN = 1100
-BUDGET_S = 270.0
-LIMITS_S = {"eager": 90.0, "compiled": 220.0}
+BUDGET_S = 285.0
+SLOW = ("hang", "many-launches")
+OTHERS_REFUTED = ("eager-experts", "growing-mask")
+
+
+def judge_specs(specs: Sequence[Spec], jobs: int, deadline: float) -> dict[str, Report]:
+    """Reports by name; nothing begins after the deadline, and nothing lasts beyond it."""
+
+    def one(spec: Spec) -> Report:
+        left = deadline - time.monotonic()
+        if left < 5.0:
+            return Report(spec.name, Verdict.INCONCLUSIVE, "not begun: the battery's time was up", (), gpu=True)
+        return run_isolated(Spec(spec.name, spec.place, case=spec.case, timeout_s=min(spec.timeout_s, left)))
+
+    with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
+        return dict(zip((s.name for s in specs), pool.map(one, specs), strict=True))
+
+
+def table_specs(names: Sequence[str]) -> list[Spec]:
+    """Cases of the table, the slow ones first."""
+    wanted = table.expected()
+    slow_first = sorted(names, key=lambda n: (wanted[n].case.mode != "compiled", n not in SLOW))
+    return [Spec(n, PLACE, case=n, timeout_s=wanted[n].case.timeout_s) for n in slow_first]
+
+
+def suite_specs(suite: str) -> list[Spec]:
+    """Cases of a suite, the compiled ones first."""
+    pairs = sorted(discover.resolve(suite), key=lambda pair: pair[1].mode != "compiled")
+    return [Spec(case.name, place, case=case.name, timeout_s=case.timeout_s) for place, case in pairs]
 
 
 def judge_all(names: Sequence[str], jobs: int, budget_s: float = BUDGET_S) -> dict[str, Report]:
-    """Reports by name; the slow ones begin first, and nothing begins after the budget."""
-    wanted = table.expected()
-    slow_first = sorted(names, key=lambda n: (wanted[n].case.mode != "compiled", n != "hang", n != "many-launches"))
-    deadline = time.monotonic() + budget_s
-
-    def one(name: str) -> Report:
-        case = wanted[name].case
-        left = deadline - time.monotonic()
-        if left < 5.0:
-            return Report(name, Verdict.INCONCLUSIVE, "not begun: the battery's time was up", (), gpu=True)
-        limit = min(case.timeout_s, LIMITS_S[case.mode], left)
-        return run_isolated(Spec(name, PLACE, case=name, timeout_s=limit))
-
-    with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
-        return dict(zip(slow_first, pool.map(one, slow_first), strict=True))
+    """The reports of cases of the table."""
+    return judge_specs(table_specs(names), jobs, time.monotonic() + budget_s)
 
 
 def refuted_captures(jobs: int, count: int = CAPTURES) -> str:
@@ -82,38 +98,76 @@ def profiler_attached() -> str:
     return ""
 
 
-def story(report: Report) -> str:
-    """Everything known about one report, evidence and tracebacks included."""
-    parts = [render.text(report)]
-    for check in report.checks:
-        if check.status is not Status.NOT_RUN and check.evidence:
-            shown = "\n    ".join(text.strip().replace("\n", "\n    ") for text in check.evidence)
-            parts.append(f"  evidence of {check.name} [{check.size}] ({check.status}, {check.seconds} s):\n    {shown}")
-    return "\n".join(parts)
+def timings() -> dict[str, float]:
+    """Seconds of one whole check of a small callable, its process included, and of a static one after import."""
+    import dataclasses
+
+    from graph_tests.checking import check
+    from graph_tests.engine import run_case
+    from graph_tests.tests import faulty, sound
+
+    began = time.monotonic()
+    check(sound.masked_fill, faulty.make)
+    whole = time.monotonic() - began
+    case = dataclasses.replace(table.expected()["moe"].case, layers=("lint", "static"))
+    began = time.monotonic()
+    run_case(case)
+    return {"single_check_s": round(whole, 2), "static_check_s": round(time.monotonic() - began, 2)}
 
 
 def main() -> int:
-    """Run, print, write; the number of mismatches is the exit status, at most 1."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Run, print, write; exit status 1 when anything is not as it must be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="")
-    parser.add_argument("--jobs", type=int, default=max(2, (os.cpu_count() or 4) - 4))
-    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--jobs", type=int, default=max(2, (os.cpu_count() or 4) - 2))
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds after which nothing begins")
+    parser.add_argument("--only", nargs="*", default=[], help="these cases, of whatever suite")
     chosen = parser.parse_args()
-    wanted = {n: e for n, e in table.expected().items() if not chosen.only or n in chosen.only}
+    # The cores go to the cases: each would otherwise start a compile worker for every core.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    deadline = time.monotonic() + chosen.budget
+    suites: list[Suite] = []
+    for names in (("battery", "third_party"), ("nvfp4",)):
+        suites += _judge(names, chosen.only, chosen.jobs, deadline)
+        battery_report.write(chosen.out, suites, {}, chosen.jobs)
+    more: dict[str, float] = {}
+    if any(s.gpu for s in suites) and not chosen.only:
+        first = suites[0]
+        first.extra["profiler-attached"] = _attempt(profiler_attached)
+        first.extra["fifty-refuted-captures"] = _attempt(lambda: refuted_captures(chosen.jobs))
+        more = timings()
+    battery_report.write(chosen.out, suites, more, chosen.jobs)
+    battery_report.show(suites, more)
+    return int(any(s.bad for s in suites))
+
+
+def _judge(names: Sequence[str], only: Sequence[str], jobs: int, deadline: float) -> list[Suite]:
+    """Several suites side by side."""
+    by_suite = {n: table_specs(list(table.expected())) if n == "battery" else suite_specs(n) for n in names}
+    kept = {n: [s for s in specs if not only or s.name in only] for n, specs in by_suite.items()}
     began = time.monotonic()
-    reports = judge_all(list(wanted), chosen.jobs)
-    gpu = any(r.gpu for r in reports.values())
-    wrong = {n: table.mismatches(wanted[n], r, gpu) for n, r in reports.items()}
-    extra: dict[str, str] = {}
-    if chosen.out:
-        _write(chosen.out, reports, wrong, extra)
-    if gpu and not chosen.only:
-        extra["profiler-attached"] = _attempt(profiler_attached)
-        extra["fifty-refuted-captures"] = _attempt(lambda: refuted_captures(chosen.jobs))
-    _print(wanted, reports, wrong, extra, gpu, time.monotonic() - began)
-    if chosen.out:
-        _write(chosen.out, reports, wrong, extra)
-    return int(any(wrong.values()) or any(extra.values()))
+    reports = judge_specs([s for specs in kept.values() for s in specs], jobs, deadline)
+    seconds = time.monotonic() - began
+    return [
+        Suite(name, {s.name: reports[s.name] for s in specs}, _judgement(name), seconds)
+        for name, specs in kept.items()
+        if specs
+    ]
+
+
+def _judgement(suite: str) -> Callable[[Report], list[str]]:
+    """What a report of a suite gets wrong."""
+    if suite == "battery":
+        wanted = table.expected()
+        return lambda report: table.mismatches(wanted[report.name], report, report.gpu)
+
+    def wrong(report: Report) -> list[str]:
+        must = Verdict.REFUTED if report.name in OTHERS_REFUTED else Verdict.PROVEN
+        if not report.gpu:
+            must = Verdict.STATIC_REFUTED if report.name in OTHERS_REFUTED else Verdict.STATIC_CLEAN
+        return [] if report.verdict is must else [f"verdict is {report.verdict}, it must be {must}"]
+
+    return wrong
 
 
 def _attempt(trial: Callable[[], str]) -> str:
@@ -122,47 +176,6 @@ def _attempt(trial: Callable[[], str]) -> str:
         return trial()
     except (RuntimeError, OSError, subprocess.SubprocessError, ValueError) as error:
         return f"the trial itself failed: {type(error).__name__}: {str(error)[:300]}"
-
-
-def _print(
-    wanted: dict[str, table.Expected],
-    reports: dict[str, Report],
-    wrong: dict[str, list[str]],
-    extra: dict[str, str],
-    gpu: bool,
-    seconds: float,
-) -> None:
-    for name, expected in wanted.items():
-        if name in reports:
-            must = expected.verdict if gpu else expected.static
-            mark = "BAD" if wrong[name] else "ok "
-            print(f"{mark} {name:<22} must {must:<14} got {reports[name].verdict:<14} {reports[name].seconds:6.1f} s")
-    for name, said in extra.items():
-        print(f"{'BAD' if said else 'ok '} {name:<22} {said[:SHOWN]}")
-    for name, faults in wrong.items():
-        if faults:
-            print(f"\n=== {name}: {'; '.join(faults)}\n{_short(story(reports[name]))}")
-    bad = sum(map(bool, wrong.values())) + sum(map(bool, extra.values()))
-    print(f"\n{len(reports) + len(extra) - bad} of {len(reports) + len(extra)} as they must be, {seconds:.0f} s")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}\n    [...]\n{text[-SHOWN // 2 :]}"
-
-
-def _write(path: str, reports: dict[str, Report], wrong: dict[str, list[str]], extra: dict[str, str]) -> None:
-    document: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "mismatches": {n: s for n, s in wrong.items() if s} | {n: [s] for n, s in extra.items() if s},
-        "extra": {n: s or "ok" for n, s in extra.items()},
-        "reports": [reports[n].to_dict() for n in sorted(reports)],
-    }
-    with open(path, "w") as file:
-        json.dump(document, file, indent=1)
-    with open(os.path.splitext(path)[0] + ".txt", "w") as file:
-        for name in sorted(reports, key=lambda n: not wrong[n]):
-            said = "; ".join(wrong[name]) or "as it must be"
-            file.write(f"=== {name}: {said}\n{story(reports[name])}\n\n")
 
 
 if __name__ == "__main__":

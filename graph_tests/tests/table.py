@@ -154,6 +154,26 @@ def sound_cases() -> list[Expected]:
     return eager + compiled
 
 
+def planted_cases() -> list[Expected]:
+    """Regressions planted in an operator; without a GPU they cannot be seen, because an operator is opaque."""
+    from graph_tests.cases import planted
+
+    moe = "nvfp4::moe"
+    sought = {
+        "planted-host-read": (Kind.HOST_READ, moe, planted.HostRead.fault),
+        # The grid never changes: what it leaves out shows as memory that nobody wrote.
+        "planted-host-grid": (Kind.UNINITIALISED, "", None),
+        "planted-default-stream": (Kind.ESCAPED, "sum_slots", None),
+        "planted-workspace": (Kind.OUTPUT_ALIAS, "", None),
+        "planted-not-reset": (Kind.NOT_IDEMPOTENT, "", None),
+    }
+    made = {case.name: case for case in planted.cases()}
+    return [
+        Expected(made[name], REFUTED, CLEAN, ((kind, operation, 0),), None, source)
+        for name, (kind, operation, source) in sought.items()
+    ]
+
+
 def self_failure_cases() -> list[Expected]:
     """Callables that attack the tool."""
     a = self_failure
@@ -182,7 +202,7 @@ def self_failure_cases() -> list[Expected]:
 
 def expected() -> dict[str, Expected]:
     """All of them by name."""
-    every = faulty_cases() + sound_cases() + self_failure_cases()
+    every = faulty_cases() + sound_cases() + self_failure_cases() + planted_cases()
     names = [e.case.name for e in every]
     assert len(set(names)) == len(names), "two cases share a name"
     return {e.case.name: e for e in every}

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from graph_tests.tests import gpu_battery, table
+from graph_tests.tests import battery_report, gpu_battery, table
 
 EXPECTED = table.expected()
 JOBS = max(1, (os.cpu_count() or 2) - 4)
@@ -23,7 +23,7 @@ def reports(request):
 @pytest.mark.parametrize("name", list(EXPECTED))
 def test_verdict(name, reports):
     wrong = table.mismatches(EXPECTED[name], reports[name], gpu=True)
-    assert not wrong, "; ".join(wrong) + "\n" + gpu_battery.story(reports[name])
+    assert not wrong, "; ".join(wrong) + "\n" + battery_report.story(reports[name])
 
 
 def test_with_another_profiler_attached_a_layer_says_not_run():
