@@ -78,7 +78,7 @@ class Check:
             [*t["w13_global_scale"].unbind(1), t["w2_global_scale"], *t["a13_scale"].unbind(1), t["a2_scale"]]
         )
         blocks = [*t["w13_block_scale"].chunk(len(p) - 1, dim=1), t["w2_block_scale"]]
-        counts = torch.stack([rules.count_bytes(b.reshape(b.shape[0], -1)) for b in blocks])
+        counts = torch.stack([rules.count_bytes(b) for b in blocks])
         bias = scales.new_zeros(len(p), scales.shape[1], dtype=torch.int64)
         if self.spec.bias:
             both = [*t["w13_bias"].chunk(len(p) - 1, dim=1), t["w2_bias"]]
