@@ -18,7 +18,7 @@ from graph_tests.layers.optable import COPIES, HOST_NAMES, INDEXED, api_name, cl
 from graph_tests.source import user_where
 from graph_tests.verdict import Finding, Kind, Where
 
-MOST_READS = 2_000
+MOST_READS = 1_000
 
 
 class TooManyReads(Exception):

@@ -19,12 +19,10 @@ def make(seed):
 def test_good(graph_check):
     scale = 2.0
     graph_check(lambda x: x * scale, make)
+    assert graph_check.report(lambda x: x.cpu(), make).findings[0].operation in ("cpu", "_to_copy")
 
 def test_bad(graph_check):
     graph_check(lambda x: x / x.sum().item(), make)
-
-def test_report(graph_check):
-    assert graph_check.report(lambda x: x.cpu(), make).findings[0].operation in ("cpu", "_to_copy")
 """
 
 
@@ -49,7 +47,7 @@ def test_the_fixture_judges_closures_in_a_process_of_their_own(tmp_path):
     (tmp_path / "test_mine.py").write_text(TESTS)
     junit = tmp_path / "junit.xml"
     done = python("-m", "pytest", "-q", *load_arguments(), f"--junitxml={junit}", "test_mine.py", cwd=tmp_path)
-    assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert "host read: item" in done.stdout and "cure:" in done.stdout
     failures = [c.get("name") for c in ElementTree.parse(junit).iter("testcase") if c.find("failure") is not None]
     assert failures == ["test_bad"]
