@@ -1,11 +1,14 @@
 """The parts of the GPU layers that can be tested without a GPU."""
 
+import contextlib
 import time
 
 import pytest
 import torch
 
+from graph_tests.discover import resolve, suites
 from graph_tests.layers import graphwalk, profile
+from graph_tests.layers.bench import Bench
 from graph_tests.layers.capture import _topology
 from graph_tests.layers.compilehooks import watch_triton
 from graph_tests.layers.graphwalk import Node, Walk, differing_words
@@ -143,3 +146,26 @@ def test_triton_hooks_are_taken_out_again():
         assert knobs.runtime.jit_cache_hook is not None and Autotuner._bench is not before[1]
     after = (knobs.runtime.jit_cache_hook, Autotuner._bench, list(knobs.runtime.kernel_load_start_hook.calls))
     assert after == before
+
+
+def test_the_callers_stream_waits_for_a_call_before_its_arguments_can_be_given_to_others(monkeypatch):
+    order = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            order.append(f"{self.name} waits for {other.name}")
+
+    bench = Bench.__new__(Bench)
+    bench.stream = Stream("bench")  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("caller"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    bench.call(lambda: order.append("call"), ())
+    assert order == ["bench waits for caller", "call", "caller waits for bench"]
+
+
+def test_a_module_named_after_a_suite_belongs_to_it_and_any_other_is_one_itself():
+    assert {"nvfp4", "third_party", "planted"} <= set(suites()) and "nvfp4_model" not in suites()
+    assert {place for place, _ in resolve("nvfp4")} == {"graph_tests.cases.nvfp4", "graph_tests.cases.nvfp4_model"}
