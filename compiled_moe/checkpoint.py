@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from .dense import DenseLayer, dense_layers
 from .errors import CheckpointError, MachineError
 from .layers import Layer, expert_layers
 from .quantization import Quantization
@@ -18,7 +19,7 @@ class Checkpoint:
 
     Attributes:
         path: the folder. config: config.json. quantization: what the configuration claims.
-        headers: every key of every shard, in order. layers: the quantised experts.
+        headers: every key of every shard, in order. layers: the quantised experts. dense: other NVFP4 layers.
     """
 
     path: Path
@@ -26,6 +27,7 @@ class Checkpoint:
     quantization: Quantization
     headers: dict[str, Header]
     layers: tuple[Layer, ...]
+    dense: tuple[DenseLayer, ...]
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -41,12 +43,14 @@ class Checkpoint:
         quantization = Quantization.read(config, read_json(separate) if separate.exists() else None, str(folder))
         headers = read_headers(folder)
         layers = expert_layers(headers, str(config.get("model_type", "")))
-        return cls(folder, config, quantization, headers, tuple(layers))
+        consumed = {part.header.key for layer in layers for part in layer.parts}
+        dense = dense_layers({key: header for key, header in headers.items() if key not in consumed})
+        return cls(folder, config, quantization, headers, tuple(layers), tuple(dense))
 
     @property
     def files(self) -> tuple[Path, ...]:
         """The shards, in order."""
-        return tuple(dict.fromkeys(header.file for header in self.headers.values()))
+        return tuple(Path(file) for file in dict.fromkeys(header.file for header in self.headers.values()))
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@ import json
 import platform
 import shutil
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -53,6 +54,23 @@ def generate(
         ),
         as_json=as_json,
     )  # fmt: skip
+
+
+@app.command()
+def inspect(
+    folder: Annotated[str, typer.Argument(help="checkpoint folder")],
+    precision: Annotated[
+        str | None, typer.Option(help="what to check for; default w4a4_static where there are activation scales")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout, text on stderr")] = False,
+    plot: Annotated[Path | None, typer.Option(help="write block scales and maps of global scales: .png, .pdf")] = None,
+    html: Annotated[Path | None, typer.Option(help="write one self-contained page")] = None,
+    codes: Annotated[bool, typer.Option("--codes", help="count the codes too, which reads all weights")] = False,
+) -> None:
+    """Look at every scale of a checkpoint, without a GPU or a model; exit code 1 where one is refused."""
+    from .inspection import Request, run
+
+    raise typer.Exit(run(Request(folder, precision, codes, plot, html), as_json=as_json))
 
 
 @app.command()

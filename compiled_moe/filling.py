@@ -15,7 +15,7 @@ from torch import nn
 from nvfp4 import ExpertWeights, NVFP4Error, RawExperts, ScaleReport, finalize, finalize_linear
 
 from .checkpoint import Checkpoint
-from .dense import DenseLayer, NVFP4Linear, dense_layers
+from .dense import DenseLayer, NVFP4Linear
 from .errors import CheckpointError
 from .experts import NVFP4Experts
 from .layers import Layer
@@ -57,7 +57,7 @@ class Filler:
         for layer in self.checkpoint.layers:
             self._experts(layer, progress)
             consumed |= {part.header.key for part in layer.parts}
-        for dense in dense_layers(self.checkpoint.headers):
+        for dense in self.checkpoint.dense:
             self._dense(dense, progress)
             consumed |= dense.keys
         unknown = []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +17,7 @@ from .decode import Decoder
 from .errors import CheckpointError, CompiledMoeError
 from .experts import enable_health, experts_of
 from .loader import DEMO, load
+from .terminal import progress
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -51,10 +50,10 @@ def run(request: Request, as_json: bool = False) -> dict:
         raise CompiledMoeError(f"dtype is {request.dtype!r}; known are {', '.join(_DTYPES)}")
     text_to = sys.stderr if as_json else sys.stdout
     begin = time.perf_counter()
-    with _progress("loading") as progress:
+    with progress("loading") as bar:
         model = load(
             request.model or DEMO, precision=request.precision, device=request.device, policy=request.policy,
-            repairs=request.repairs, dtype=getattr(torch, request.dtype) if request.dtype else None, progress=progress,
+            repairs=request.repairs, dtype=getattr(torch, request.dtype) if request.dtype else None, progress=bar,
         )  # fmt: skip
     load_seconds = time.perf_counter() - begin
     health = enable_health(model) if request.health else None
@@ -66,7 +65,7 @@ def run(request: Request, as_json: bool = False) -> dict:
         model, prompt.numel() + request.max_new_tokens, compile=request.compile, temperature=request.temperature,
         seed=request.seed,
     )  # fmt: skip
-    with _progress("compiling" if not decoder.why_eager else "warming up"):
+    with progress("compiling" if not decoder.why_eager else "warming up", counted=False):
         warm_seconds = decoder.warmup(prompt)
     if health is not None:
         health.zero_()
@@ -102,27 +101,6 @@ def _tokenizer(path) -> Any:
         return AutoTokenizer.from_pretrained(path)
     except (ValueError, OSError, KeyError) as error:
         raise CheckpointError(f"{path} has no tokenizer that transformers can read: {error}") from error
-
-
-@contextlib.contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    counted = what == "loading"
-    columns = [
-        SpinnerColumn(),
-        TextColumn(what),
-        *([BarColumn(), DownloadColumn()] if counted else []),
-        TimeElapsedColumn(),
-    ]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _summary(request: Request, model: Any, decoder: Decoder, text: str, count: int, timing: dict) -> dict:

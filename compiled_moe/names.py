@@ -58,6 +58,8 @@ class ExpertKey:
     @classmethod
     def parse(cls, key: str) -> ExpertKey | None:
         """None for keys that belong to no expert."""
+        if "experts." not in key:
+            return None
         match = _SEPARATE.match(key)
         if match is not None:
             known = SUFFIXES.get(match["suffix"])

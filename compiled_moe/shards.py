@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ _OPEN = 2
 class Header:
     """One key of one file: dtype in safetensors' words, such as "U8", and shape."""
 
-    file: Path
+    file: str
     key: str
     dtype: str
     shape: tuple[int, ...]
@@ -31,7 +32,7 @@ class Header:
     @property
     def source(self) -> str:
         """Written file:key, for messages."""
-        return f"{self.file.name}:{self.key}"
+        return f"{os.path.basename(self.file)}:{self.key}"
 
 
 class Reader:
@@ -39,7 +40,7 @@ class Reader:
 
     def __init__(self) -> None:
         """Nothing is open yet."""
-        self._files: OrderedDict[Path, Any] = OrderedDict()
+        self._files: OrderedDict[str, Any] = OrderedDict()
 
     def get(self, header: Header) -> Tensor:
         """The whole tensor, a view of the map."""
@@ -59,7 +60,7 @@ class Reader:
         """Unmap everything."""
         self._files.clear()
 
-    def _file(self, path: Path):
+    def _file(self, path: str):
         if path in self._files:
             self._files.move_to_end(path)
         else:
@@ -69,7 +70,7 @@ class Reader:
         return self._files[path]
 
 
-def open_shard(path: Path):
+def open_shard(path: Path | str):
     """Map one file; its header is checked against its size.
 
     Raises:
@@ -103,7 +104,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
         twice = headers.keys() & found.keys()
         if twice:
             key = min(twice)
-            raise CheckpointError(f"{key} is in {headers[key].file.name} and in {path.name}; one of them must go")
+            raise CheckpointError(f"{headers[key].source} is in {path.name} too; one of them must go")
         headers |= found
     return headers
 
@@ -131,18 +132,16 @@ def _from_index(index: Path) -> dict[Path, set[str] | None]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map from key to file name")
-    files: dict[Path, set[str] | None] = {}
-    for name in sorted(set(weight_map.values())):
+    names: dict[str, set[str]] = {name: set() for name in sorted(set(weight_map.values()))}
+    for name in names:
         if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable():
             raise CheckpointError(
                 f"{index} points to {name!r}, outside its own folder or no shard; shards are plain names that end in "
                 ".safetensors"
             )
-        files[index.parent / name] = set()
     for key, name in weight_map.items():
-        listed = files[index.parent / name]
-        assert listed is not None
-        listed.add(key)
+        names[name].add(key)
+    files: dict[Path, set[str] | None] = {index.parent / name: keys for name, keys in names.items()}
     unlisted = sorted(set(index.parent.glob("model-*.safetensors")) - files.keys())
     if unlisted:
         raise CheckpointError(f"{unlisted[0]} is a shard that {index.name} does not know; remove it or mend the index")
@@ -150,11 +149,11 @@ def _from_index(index: Path) -> dict[Path, set[str] | None]:
 
 
 def _headers(path: Path) -> dict[str, Header]:
-    file = open_shard(path)
+    file, name = open_shard(path), str(path)
     headers = {}
     for key in file.keys():  # noqa: SIM118 (no mapping)
         if not key.isprintable() or len(key) > 1000:
             raise CheckpointError(f"{path} has the key {key[:60]!r}, which no model uses: it cannot be printed safely")
         view = file.get_slice(key)
-        headers[key] = Header(path, key, str(view.get_dtype()), tuple(view.get_shape()))
+        headers[key] = Header(name, key, str(view.get_dtype()), tuple(view.get_shape()))
     return headers

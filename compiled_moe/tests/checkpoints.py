@@ -1,6 +1,7 @@
 """Small checkpoints of every format and naming family, all of one layer of random experts."""
 
 import json
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -11,7 +12,7 @@ from nvfp4.format import encode_e2m1, pack
 E, H, I = 3, 64, 32
 GATED = ("gate_proj", "up_proj", "down_proj")
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
-COMPRESSED = {
+COMPRESSED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "nvfp4-pack-quantized",
     "ignore": ["lm_head", "re:.*gate$"],

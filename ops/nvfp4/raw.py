@@ -15,6 +15,14 @@ from .registry import as_bytes
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 TENSORS = ("weight", "weight_scale", "weight_scale_2", "input_scale", "bias")
 """ModelOpt's names, used for every format; global scales in decode convention."""
+_BUFFERS = {
+    "weight": ("w13", "w2"),
+    "weight_scale": ("w13_block_scale", "w2_block_scale"),
+    "weight_scale_2": ("w13_global_scale", "w2_global_scale"),
+    "input_scale": ("a13_scale", "a2_scale"),
+    "bias": ("w13_bias", "w2_bias"),
+}
+"""Where each lies: into the layer, and out of it."""
 
 
 @dataclass(frozen=True)
@@ -146,33 +154,32 @@ class RawExperts:
 
     def slot(self, expert: int, projection: str, tensor: str) -> Tensor:
         """The view of the buffers that one checkpoint tensor fills."""
-        where = f"{self.spec.layer}, expert {expert}, {projection}.{tensor}"
-        if not self.tensors:
-            raise ShapeError(f"{where}: these experts were finalized already; make new RawExperts to load again")
-        if projection not in self.spec.projections or tensor not in TENSORS:
-            raise ShapeError(f"{where}: no such slot; projections {self.spec.projections}, tensors {TENSORS}")
-        if not 0 <= expert < self.spec.num_experts:
-            raise ShapeError(f"{where}: this layer has {self.spec.num_experts} experts; ids start at 0 on every rank")
-        if tensor == "bias" and not self.spec.bias:
-            raise ShapeError(f"{where}: this layer was declared without biases")
-        stem = "2" if projection == "down_proj" else "13"
+        spec = self.spec
+        down = projection == "down_proj"
+        name = _BUFFERS.get(tensor, ("", ""))[down]
+        known = projection in spec.projections and 0 <= expert < spec.num_experts
+        if name not in self.tensors or not known:
+            raise ShapeError(f"{spec.layer}, expert {expert}, {projection}.{tensor}: {self._no_slot(expert, tensor)}")
         part = 1 if projection == "up_proj" else 0
-        name = {
-            "weight": f"w{stem}",
-            "weight_scale": f"w{stem}_block_scale",
-            "weight_scale_2": f"w{stem}_global_scale",
-            "input_scale": f"a{stem}_scale",
-            "bias": f"w{stem}_bias",
-        }[tensor]
-        if name not in self.tensors:
-            raise ShapeError(f"{where}: only scales are held here; make RawExperts without codes= to load weights")
         view = self.tensors[name][expert]
-        if projection == "down_proj":
+        if down:
             return view
         if tensor in ("weight_scale_2", "input_scale"):
             return view[part]
-        rows = self.spec.intermediate_size
+        rows = spec.intermediate_size
         return view[part * rows : (part + 1) * rows]
+
+    def _no_slot(self, expert: int, tensor: str) -> str:
+        """Why a slot does not exist."""
+        if not self.tensors:
+            return "these experts were finalized already; make new RawExperts to load again"
+        if not 0 <= expert < self.spec.num_experts:
+            return f"this layer has {self.spec.num_experts} experts; ids start at 0 on every rank"
+        if tensor == "bias":
+            return "this layer was declared without biases"
+        if tensor == "weight" and self.scales_only:
+            return "only scales are held here; make RawExperts without codes= to load weights"
+        return f"no such slot; projections {self.spec.projections}, tensors {TENSORS}"
 
     def load(self, expert: int, projection: str, tensor: str, value: Tensor, source: str = "?") -> None:
         """Write one checkpoint tensor.
@@ -187,7 +194,6 @@ class RawExperts:
             ShapeError: wrong slot, shape or dtype; nothing is converted to fit.
         """
         target = self.slot(expert, projection, tensor)
-        where = f"{self.spec.layer}, expert {expert}, {projection}.{tensor} (from {source})"
         if tensor == "weight_scale":
             value = as_bytes(value)
         if tensor == "bias":
@@ -196,7 +202,8 @@ class RawExperts:
             value = value.reshape(())
         if value.shape != target.shape or value.dtype != target.dtype:
             raise ShapeError(
-                f"{where}: got {value.dtype} {tuple(value.shape)}, need {target.dtype} {tuple(target.shape)}; "
+                f"{self.spec.layer}, expert {expert}, {projection}.{tensor} (from {source}): "
+                f"got {value.dtype} {tuple(value.shape)}, need {target.dtype} {tuple(target.shape)}; "
                 "values are viewed, never converted"
             )
         target.copy_(value)

@@ -126,7 +126,7 @@ class Check:
         far, median = rules.outliers(values, where)
         for e in far:
             self._add("note", e, projection, tensor, "outlier", f"{values[e]:.6g}",
-                      f"more than {rules.OUTLIER_NOTE:g} times away from the median, {median:.6g}",
+                      f"more than {rules.OUTLIER_NOTE:g} times away from the median, {median:.3g}",
                       "legal; look at this expert's weights or calibration")  # fmt: skip
 
     def _rules(self, projection, tensor, values, where, severity, action=_WAY_OUT) -> np.ndarray:
@@ -148,15 +148,16 @@ class Check:
                 self._add("note", e, projection, "input_scale", "fallback", "1", "exactly 1.0 is what exporters write "
                           "for an expert that calibration never reached", "check the calibration")  # fmt: skip
             for e in np.flatnonzero(sound[p] & (values[p] > 1)):
-                self._add("note", e, projection, "input_scale", "above_one", f"{values[p][e]:.6g}", "stands for inputs "
-                          f"up to {2688 * values[p][e]:.4g}", "legal; check the convention")  # fmt: skip
+                self._add("note", e, projection, "input_scale", "above_one", f"{values[p][e]:.6g}",
+                          "legal: inputs above 2688 were seen", "check the convention")  # fmt: skip
             self._outliers(projection, "input_scale", values[p], sound[p])
         used = values.copy()
         if len(values) == 3:
             used[:2] = np.fmax(values[0], values[1])  # gate and up feed on one x
             for e in np.flatnonzero(sound[0] & sound[1] & (values[0] != values[1])):
-                self._add("note", e, "gate_proj", "input_scale", "gate_up_input", f"{values[0][e]:.6g}",
-                          f"up_proj has {values[1][e]:.6g} for the same x", "their maximum is used")  # fmt: skip
+                self._add("note", e, "gate_proj", "input_scale", "gate_up_input",
+                          f"{values[0][e]:.6g} against {values[1][e]:.6g}", "up_proj has another one for the same x",
+                          "their maximum is used")  # fmt: skip
         for p, projection in enumerate(self.spec.projections):
             for e in np.flatnonzero(sound[p] & rules.bad_alphas(used[p], weight[p])):
                 self._add("error", e, projection, "input_scale", "alpha", f"{used[p][e]:.6g}",
@@ -232,5 +233,6 @@ class Check:
         with np.errstate(all="ignore"):
             ratio = np.maximum(gate, up) / np.minimum(gate, up)
         for e in np.flatnonzero(np.isfinite(ratio) & (ratio > rules.RATIO_NOTE)):
-            self._add("note", e, "gate_proj", "weight_scale_2", "gate_up_ratio", f"{gate[e]:.6g}",
-                      f"up_proj has {up[e]:.6g}", "both are applied, each exactly")  # fmt: skip
+            self._add("note", e, "gate_proj", "weight_scale_2", "gate_up_ratio",
+                      f"{gate[e]:.6g} against {up[e]:.6g}", "far from up_proj's",
+                      "both are applied, each exactly")  # fmt: skip
