@@ -1,5 +1,6 @@
 """NVFP4 mixture-of-experts models that compile, capture into CUDA graphs and never sync."""
 
+from .dense import NVFP4Linear
 from .errors import CheckpointError, CompiledMoeError, MachineError
 from .experts import NVFP4Experts, NVFP4MoE, enable_health, experts_of
 from .loader import DEMO, Loaded, load
@@ -11,6 +12,7 @@ __all__ = [
     "Loaded",
     "MachineError",
     "NVFP4Experts",
+    "NVFP4Linear",
     "NVFP4MoE",
     "enable_health",
     "experts_of",

@@ -80,6 +80,8 @@ class Filler:
 
     def _experts(self, layer: Layer, progress: Progress | None) -> None:
         name = self.places.module(layer.name)
+        if name in self.weights:
+            raise CheckpointError(f"{layer.parts[0].source}: {name} was filled before; the checkpoint holds it twice")
         spec = experts_spec(layer.spec, name, self.model.get_submodule(name), self.model.config)
         raw = RawExperts.of(spec, self.device)
         for part in layer.parts:

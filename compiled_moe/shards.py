@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from .errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 _JSON_LIMIT = 256 * 2**20
-_OPEN = 2
-"""Shards mapped at once: an expert may lie across the end of one."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +33,11 @@ class Header:
 
 
 class Reader:
-    """Tensors of a checkpoint; few shards are mapped at a time."""
+    """Tensors of a checkpoint; one shard is mapped at a time, so that read pages go with it."""
 
     def __init__(self) -> None:
         """Nothing is open yet."""
-        self._files: OrderedDict[str, Any] = OrderedDict()
+        self._path, self._open = "", None
 
     def get(self, header: Header) -> Tensor:
         """The whole tensor, a view of the map."""
@@ -57,17 +54,15 @@ class Reader:
             raise CheckpointError(f"{header.source}[{index}] cannot be read: {error}") from error
 
     def close(self) -> None:
-        """Unmap everything."""
-        self._files.clear()
+        """Unmap what is open."""
+        self._path, self._open = "", None
 
-    def _file(self, path: str):
-        if path in self._files:
-            self._files.move_to_end(path)
-        else:
-            self._files[path] = open_shard(path)
-            while len(self._files) > _OPEN:
-                self._files.popitem(last=False)
-        return self._files[path]
+    def _file(self, path: str) -> Any:
+        if path != self._path:
+            self.close()
+            self._open = open_shard(path)
+            self._path = path
+        return self._open
 
 
 def open_shard(path: Path | str):

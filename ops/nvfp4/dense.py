@@ -69,7 +69,7 @@ class RawLinear:
                 f"{self.name}.{tensor} (from {source}): got {value.dtype} {tuple(value.shape)}, need {dtype} {shape}; "
                 "values are viewed, never converted"
             )
-        self.tensors[tensor] = value.to(self.device).contiguous()
+        self.tensors[tensor] = value.to(self.device, copy=True).contiguous()  # a map of the file goes away
         self.note(tensor, source)
 
     def note(self, tensor: str, source: str) -> None:
