@@ -24,7 +24,9 @@ def build(precision: str) -> Callable:
     model = compiled_moe.load(precision=precision, device="cuda" if torch.cuda.is_available() else "cpu")
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
-        return model(input_ids=ids, use_cache=False).logits
+        # The mask is given: transformers 5.17 looks at the positions on the host before it makes one in eager mode.
+        causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()[None, None]
+        return model(input_ids=ids, attention_mask=causal, use_cache=False).logits
 
     return forward
 

@@ -9,6 +9,7 @@ from typing import Any
 from graph_tests.layers.driver import CudaError, bindings, ok, pointer_kind
 
 MOST_PARAMETERS = 256
+MOST_PACKED = 1 << 15  # bytes; the driver takes no more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,9 +152,26 @@ def _params(info_call: Any, what: Any, p: Any) -> tuple[tuple[bytes, ...], str]:
     if not sizes:
         return (), ""
     if not base:
-        return (), "its parameters are not stored one by one"
+        return _packed_params(int(getattr(p, "extra", 0) or 0))
     pointers = (ctypes.c_void_p * len(sizes)).from_address(base)
     return tuple(ctypes.string_at(a, n) if a else b"" for a, n in zip(pointers, sizes, strict=True)), ""
+
+
+def _packed_params(extra: int) -> tuple[tuple[bytes, ...], str]:
+    """The one buffer of a launch that passed its parameters packed: a list of tags and pointers that ends with 0."""
+    end, pointer, size = 0, 1, 2  # CU_LAUNCH_PARAM_END, _BUFFER_POINTER, _BUFFER_SIZE
+    found: dict[int, int] = {}
+    for position in range(0, 8, 2) if extra else ():
+        tag, value = (ctypes.c_void_p * 2).from_address(extra + position * ctypes.sizeof(ctypes.c_void_p))
+        if (tag or end) == end:
+            break
+        found[int(tag)] = int(value or 0)
+    if not found.get(pointer) or not found.get(size):
+        return (), "its parameters are stored neither one by one nor packed"
+    count = ctypes.c_size_t.from_address(found[size]).value
+    if count > MOST_PACKED:
+        return (), f"its packed parameters are said to take {count:,} bytes"
+    return (ctypes.string_at(found[pointer], count),), ""
 
 
 def _read_copy(driver: Any, handle: Any, index: int) -> Node:

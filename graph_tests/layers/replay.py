@@ -116,6 +116,11 @@ class _Battery:
             return False
         moves = _moves([replays[0], self.replay(values, memory.SMALL)])
         if moves is not None:
+            drift = _moves([replays[0], self.replay(values)])
+            if drift is not None:  # the first poison again, and still another result: it is not the poison
+                said = f"replays on the same inputs drift, each a little further: {drift}"
+                self.found.add(Kind.NOT_IDEMPOTENT, "replay", self.home, said)
+                return False
             said = f"the result changes with what was in the graph's memory before: {moves}"
             self.evidence.append(said)
             if not self.bench.has(Kind.ESCAPED):  # what escaped the capture is missing from the replay: one story
