@@ -163,7 +163,7 @@ def _packed_params(extra: int) -> tuple[tuple[bytes, ...], str]:
     found: dict[int, int] = {}
     for position in range(0, 8, 2) if extra else ():
         tag, value = (ctypes.c_void_p * 2).from_address(extra + position * ctypes.sizeof(ctypes.c_void_p))
-        if (tag or end) == end:
+        if tag is None or tag == end:
             break
         found[int(tag)] = int(value or 0)
     if not found.get(pointer) or not found.get(size):
