@@ -35,7 +35,21 @@ def metrics(name: str) -> list[str]:
     return [head, "|---|---|---|", *rows]
 
 
+def moe(name: str) -> list[str]:
+    """Times of every point, and the share of the floor that ours reaches."""
+    result = json.loads((RESULTS / name).read_text())
+    rows = [
+        f"| {p['shape']} | {p['tokens']} | {p['floor_us']:,.0f} | {p['w4a16_us']:,.0f} | {p['w4a4_per_token_us']:,.0f} "
+        f"| {p['bf16_us']:,.0f} | {p['floor_us'] / p['w4a16_us']:.2f} |"
+        for p in result["points"]
+    ]
+    where = f"{result['machine']['gpu']} (`{name}`)"
+    head = f"| {where} | tokens | floor | w4a16 | w4a4_per_token | bf16 grouped_mm | w4a16 of floor |"
+    return [head, "|---|---|---|---|---|---|---|", *rows]
+
+
 TABLES = {
+    "moe_h200": lambda: moe("moe_h200.json"),
     "decode_h200": lambda: decode("decode_h200.json"),
     "decode_cpu": lambda: decode("decode_cpu.json"),
     "demo_metrics": lambda: metrics("demo_metrics.json"),

@@ -27,7 +27,7 @@ SCALE_RULES = (
     ("reciprocal", lambda v: v > LARGEST, "its reciprocal must be a normal float32"),
 )
 """Kind, test and sentence; the first that fails names the fault."""
-BYTES_AT_ONCE = 2**22
+BYTES_AT_ONCE = 2**20
 """Scale bytes compared in one go; an expert of DeepSeek-V3 has 0.9 million in a projection."""
 BYTE_COLUMNS = ("nan", "negative", "zero", "subnormal", "saturated")
 
