@@ -18,7 +18,15 @@ import torch
 import nvfp4
 from nvfp4.operators import dequantize, linear, moe, probe, quantize, route
 
+INTERPRETED = os.environ.pop("TRITON_INTERPRET", None)  # kernels decorated from here on are compiled ones again
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    """On for the tests of this folder alone: other folders hold kernels that must not be interpreted."""
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", INTERPRETED)
 
 
 @dataclass(frozen=True)
