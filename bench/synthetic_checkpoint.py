@@ -64,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     rng = torch.Generator().manual_seed(0)
-    begin, weight_map = time.perf_counter(), {}
+    begin = time.perf_counter()
+    weight_map: dict[str, str] = {}
     shards = -(-args.layers // args.layers_per_shard)
     for shard in range(shards):
         tensors: dict[str, Tensor] = {}
