@@ -243,11 +243,16 @@ def test_an_index_never_leaves_its_folder_nor_reads_other_kinds_of_files(shard, 
     folder = tmp_path / "model"
     folder.mkdir()
     (tmp_path / "secret.safetensors").write_bytes(GOOD)
-    opened = []
+    opened: list[Path] = []
     from compiled_moe import shards
 
     real = shards.safe_open
-    monkeypatch.setattr(shards, "safe_open", lambda path, **k: opened.append(Path(path)) or real(path, **k))
+
+    def watched(path, **kwargs):
+        opened.append(Path(path))
+        return real(path, **kwargs)
+
+    monkeypatch.setattr(shards, "safe_open", watched)
     assert not attempt(folder, GOOD, index={"weight_map": dict.fromkeys(HEADER, shard)})
     assert not opened
 
