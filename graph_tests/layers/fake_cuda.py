@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
+import shutil
+import sys
+import tempfile
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,9 +31,21 @@ def device_guard() -> str:
         return ""
     from torch.utils import cpp_extension
 
-    source = os.path.join(os.path.dirname(__file__), "device_guard.cpp")
+    source = Path(__file__).with_name("device_guard.cpp")
+    tag = hashlib.sha256(source.read_bytes() + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:16]
+    built = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graph_tests" / f"device_guard_{tag}.so"
     try:
-        cpp_extension.load("graph_tests_device_guard", [source], is_python_module=False, verbose=False)
+        if built.exists():
+            torch.ops.load_library(str(built))
+            return ""
+        # In a folder of our own: torch's lock on a shared one outlives a process that is killed while it builds.
+        with tempfile.TemporaryDirectory() as folder:
+            name = "graph_tests_device_guard"
+            cpp_extension.load(name, [str(source)], build_directory=folder, is_python_module=False, verbose=False)
+            built.parent.mkdir(parents=True, exist_ok=True)
+            scratch = built.with_suffix(f".{os.getpid()}")
+            shutil.copy(Path(folder) / f"{name}.so", scratch)
+            os.replace(scratch, built)
     except Exception as error:
         return f"no C++ compiler could build the CUDA device guard that fake indexing needs ({str(error)[:120]})"
     return ""
