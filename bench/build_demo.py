@@ -32,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     with Calibration(model.eval()) as calibration, torch.no_grad():
         for _ in range(args.windows // 8):
             model(input_ids=next(batches)[:, :-1], use_cache=False)
+    for old in args.out.glob("*.safetensors"):
+        old.unlink()
     export(model, calibration, args.out)
     ByT5Tokenizer().save_pretrained(args.out)
     for name in ("heldout.txt", "files.json"):

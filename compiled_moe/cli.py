@@ -74,6 +74,23 @@ def inspect(
 
 
 @app.command()
+def quantize(
+    source: Annotated[Path, typer.Argument(help="folder of a model in bfloat16, or in MXFP4")],
+    out: Annotated[Path, typer.Option(help="folder to write; must hold no checkpoint")],
+    calibrate: Annotated[Path | None, typer.Option(help="text that the activation scales are measured on")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens of the text to use")] = 16384,
+    window: Annotated[int, typer.Option(min=1, help="tokens in one forward pass")] = 512,
+    activation: Annotated[str, typer.Option(help="activation scales: per_expert, layer_max or none")] = "per_expert",
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default cuda where there is one")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout, text on stderr")] = False,
+) -> None:
+    """Write a checkpoint in NVFP4 (ModelOpt's layout) and look at every scale of it."""
+    from .quantizing import Request, run
+
+    raise typer.Exit(run(Request(source, out, calibrate, tokens, window, activation, device), as_json=as_json))
+
+
+@app.command()
 def env(as_json: Annotated[bool, typer.Option("--json", help="one JSON document")] = False) -> None:
     """Say what this machine has: versions, device, compiler, extras."""
     facts = environment()
