@@ -19,10 +19,11 @@ from .dense import DenseLayer, NVFP4Linear
 from .errors import CheckpointError
 from .experts import NVFP4Experts
 from .layers import Layer
+from .on_input import WeightOnInput, weighs_input
 from .places import Places, experts_spec
 from .shards import Header, Reader
 
-_UNUSED_SUFFIXES = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")
+UNUSED_SUFFIXES = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")
 Progress = Callable[[int, int], None]
 
 
@@ -33,9 +34,17 @@ class Filler:
         report: what finalize found. weights: experts by the model's module names.
     """
 
-    def __init__(self, model: Any, checkpoint: Checkpoint, device: torch.device, rules: tuple[str, str, tuple]) -> None:
-        """Take ``rules`` as (precision, policy, repairs) of ``nvfp4.finalize``."""
+    def __init__(
+        self,
+        model: Any,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        rules: tuple[str, str, tuple],
+        device_of: Callable[[str], torch.device] | None = None,
+    ) -> None:
+        """Take ``rules`` as (precision, policy, repairs) of ``nvfp4.finalize``; ``device_of`` where modules differ."""
         self.model, self.checkpoint, self.device, self.rules = model, checkpoint, device, rules
+        self.device_of = device_of or (lambda name: device)
         self.report = ScaleReport(rules[0])
         self.weights: dict[str, ExpertWeights] = {}
         self.places = Places(model)
@@ -53,16 +62,11 @@ class Filler:
             raise CheckpointError(
                 f"{self.checkpoint.path} holds no NVFP4 experts, such as ...experts.0.gate_proj.weight_scale"
             )
-        consumed: set[str] = set()
-        for layer in self.checkpoint.layers:
-            self._experts(layer, progress)
-            consumed |= {part.header.key for part in layer.parts}
-        for dense in self.checkpoint.dense:
-            self._dense(dense, progress)
-            consumed |= dense.keys
+        consumed = self.quantised(progress)
         unknown = []
         for key, header in self.checkpoint.headers.items():
-            if key not in consumed and not key.endswith(_UNUSED_SUFFIXES) and not self._plain(header, progress):
+            unused = key in consumed or key.endswith(UNUSED_SUFFIXES) or self.places.ignored(key)
+            if not unused and not self._plain(header, progress):
                 unknown.append(header.source)
         self.reader.close()
         if unknown:
@@ -72,6 +76,23 @@ class Filler:
         if empty:
             raise CheckpointError(f"{len(empty)} tensors of the model are in no file: {_some(empty)}")
         self.model.to(self.device)
+
+    def quantised(self, progress: Progress | None = None) -> set[str]:
+        """Experts and dense NVFP4 layers only: read, checked, finalized and put in their places.
+
+        Returns:
+            The keys that they consumed.
+        """
+        consumed: set[str] = set()
+        for layer in self.checkpoint.layers:
+            if not self.places.ignored(f"{layer.name}."):
+                self._experts(layer, progress)
+            consumed |= {part.header.key for part in layer.parts}
+        for dense in self.checkpoint.dense:
+            if not self.places.ignored(f"{dense.name}."):
+                self._dense(dense, progress)
+            consumed |= dense.keys
+        return consumed
 
     def _count(self, nbytes: int, progress: Progress | None) -> None:
         self._done = min(self._done + nbytes, self._total)
@@ -83,7 +104,7 @@ class Filler:
         if name in self.weights:
             raise CheckpointError(f"{layer.parts[0].source}: {name} was filled before; the checkpoint holds it twice")
         spec = experts_spec(layer.spec, name, self.model.get_submodule(name), self.model.config)
-        raw = RawExperts.of(spec, self.device)
+        raw = RawExperts.of(spec, self.device_of(name))
         for part in layer.parts:
             try:
                 values = part.read(self.reader)
@@ -96,6 +117,9 @@ class Filler:
         self.report.merge(report)
         self.weights[name] = weights
         self.model.set_submodule(name, NVFP4Experts(weights))
+        block = self.model.get_submodule(name.rpartition(".")[0])
+        if weighs_input(block):
+            self.model.set_submodule(name.rpartition(".")[0], WeightOnInput(block))
 
     def _dense(self, layer: DenseLayer, progress: Progress | None) -> None:
         name = self.places.module(layer.name)
@@ -108,7 +132,7 @@ class Filler:
             raise CheckpointError(f"{header.source} is NVFP4, but the configuration's ignore list says it is not")
         if ("bias" in layer.tensors) != (module.bias is not None):
             raise CheckpointError(f"{name}: the bias is in {'the model' if module.bias is not None else 'a file'} only")
-        raw = layer.read(self.reader, self.device)
+        raw = layer.read(self.reader, self.device_of(name))
         weights, report = finalize_linear(raw, *self.rules[:2])
         self.report.merge(report)
         self.model.set_submodule(name, NVFP4Linear(weights))

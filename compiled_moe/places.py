@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from nvfp4 import ExpertsSpec
 
 from .errors import CheckpointError
 from .names import with_and_without_model
+from .on_input import ON_INPUT
 
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
@@ -43,6 +45,11 @@ class Places:
         """The parameter or buffer that a checkpoint calls ``key``, or None."""
         return self._first(key, self.slots.keys())
 
+    def ignored(self, key: str) -> bool:
+        """Whether the model's class does without this key: layers that predict a second token, for instance."""
+        patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        return any(re.search(p, name) for p in patterns for name in with_and_without_model(key))
+
     def _first(self, name: str, known) -> str | None:
         renamed = name
         for rule in self._renamings:
@@ -64,6 +71,7 @@ def experts_spec(spec: ExpertsSpec, name: str, module: Any, config: Any) -> Expe
     Raises:
         CheckpointError: the module computes something that is not known here, or has other sizes.
     """
+    config = config.get_text_config(decoder=True)
     down = getattr(module, "down_proj", None)
     act = getattr(config, "mlp_hidden_act" if spec.activation == "relu2" else "hidden_act", None)
     activation = _ACTIVATIONS.get(str(act))
@@ -74,7 +82,7 @@ def experts_spec(spec: ExpertsSpec, name: str, module: Any, config: Any) -> Expe
         and down.dim() == 3
         and activation is not None
         and (activation == "relu2") == (spec.activation == "relu2")
-        and len(inspect.signature(module.forward).parameters) == 3
+        and (len(inspect.signature(module.forward).parameters) == 3 or type(module).__name__ in ON_INPUT)
         and (limit is not None or (alpha is None and gate == "_default_apply_gate"))
         and not getattr(module, "has_post_expert_norm", False)
     )
