@@ -1,0 +1,193 @@
+"""From a configuration to a loaded kernel: source text, NVRTC, a cache of binaries on disk."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import NVFP4Error
+
+FOLDER = Path(__file__).parent
+OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "--device-as-default-execution-space")
+
+
+class KernelBuildError(NVFP4Error):
+    """The CUDA compiler or driver refused a kernel."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One way to cut a grouped GEMM: what gemm.cu asks its includer to define.
+
+    Attributes:
+        tokens: width of a tile, and ``widths`` the narrower products a tile with fewer rows may use.
+        warpgroups, blocks: consumers, and 64-row blocks of each. depth: 64-column blocks per stage. stages: of the ring.
+        registers: of a producer's and of a consumer's thread.
+    """
+
+    tokens: int
+    widths: tuple[int, ...]
+    warpgroups: int
+    blocks: int
+    depth: int
+    stages: int
+    registers: tuple[int, int]
+
+    @property
+    def rows(self) -> int:
+        """Weight rows of a tile."""
+        return self.warpgroups * self.blocks * 64
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One kernel: a tile and everything else that is a constant in its code."""
+
+    tile: Tile
+    first: bool
+    gated: bool
+    kind: int = 0
+    limited: bool = False
+    scale: int = 0
+    half: bool = False
+
+    def source(self) -> str:
+        """CUDA C++ of this kernel."""
+        t = self.tile
+        constants = {
+            "NMAX": t.tokens, "WGS": t.warpgroups, "RB": t.blocks, "KB": t.depth, "STAGES": t.stages,
+            "PRODUCER_REGS": t.registers[0], "CONSUMER_REGS": t.registers[1], "FIRST": int(self.first),
+            "GATED": int(self.first and self.gated), "KIND": self.kind, "LIMITED": int(self.limited),
+            "SCALE": self.scale, "HALF": int(self.half),
+            "FOR_VARIANTS(F)": " ".join(f"F({n})" for n in t.widths),
+        }  # fmt: skip
+        text = (FOLDER / "gemm.cu").read_text()
+        declared = "template <int N>\n__device__ void wgmma(float* d, const u32* a, u64 desc);\n"
+        products = declared + "".join(_wgmma(n, self.half) for n in t.widths)
+        return _defines(constants) + text.replace("// WGMMA_WRAPPERS", products)
+
+    entry = "gemm"
+
+
+@dataclass(frozen=True)
+class Around:
+    """The kernels of around.cu."""
+
+    entry: str
+    half: bool = False
+
+    def source(self) -> str:
+        """CUDA C++ of these kernels."""
+        return _defines({"HALF": int(self.half)}) + (FOLDER / "around.cu").read_text()
+
+
+def _defines(constants: dict) -> str:
+    return "".join(f"#define {name} {value}\n" for name, value in constants.items())
+
+
+def _wgmma(n: int, half: bool) -> str:
+    """The matrix instruction of 64 x n x 16 with A in registers, as a function of gemm.cu."""
+    regs, kind = n // 2, "f16" if half else "bf16"
+    d = ", ".join(f"%{i}" for i in range(regs))
+    a = ", ".join(f"%{regs + i}" for i in range(4))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(regs))
+    return (
+        f"template <>\n__device__ __forceinline__ void wgmma<{n}>(float* d, const u32* a, u64 desc) {{\n"
+        f'    asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{d}}}, {{{a}}}, %{regs + 4}, '
+        f'1, 1, 1, 0;"\n        : {outputs}\n'
+        '        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc));\n}\n'
+    )
+
+
+def unavailable() -> str:
+    """Why kernels cannot be built here, or an empty text."""
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except Exception as error:  # a missing package, a missing library, or whatever its loader raises
+        return f"cuda-python with NVRTC is needed ({type(error).__name__}: {str(error).splitlines()[0]})"
+    return ""
+
+
+def _check(result: tuple, what: str) -> Any:
+    code, *values = result
+    if int(code):
+        raise KernelBuildError(f"{what}: {code.name}")
+    return values[0] if len(values) == 1 else values
+
+
+def binary(source: str) -> bytes:
+    """Machine code for sm_90a, from the cache or from NVRTC."""
+    from cuda.bindings import nvrtc
+
+    version = "{}.{}".format(*_check(nvrtc.nvrtcVersion(), "NVRTC"))
+    tag = hashlib.sha256("\n".join((version, *OPTIONS, source)).encode()).hexdigest()[:24]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nvfp4"
+    path = folder / f"sm90a_{tag}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        pass
+    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"nvfp4.cu", 0, [], []), "NVRTC")
+    options = [option.encode() for option in OPTIONS]
+    failed = int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0])
+    if failed:
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program), "NVRTC")
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise KernelBuildError(f"NVRTC {version} refused a kernel:\n{log.decode(errors='replace')[:2000]}")
+    code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program), "NVRTC")
+    _check(nvrtc.nvrtcGetCUBIN(program, code), "NVRTC")
+    nvrtc.nvrtcDestroyProgram(program)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as scratch:
+            scratch.write(code)
+        os.replace(scratch.name, path)
+    except OSError:
+        pass  # compiled again next time
+    return code
+
+
+class Kernel:
+    """A loaded kernel, ready for ``launch``."""
+
+    def __init__(self, spec: Gemm | Around) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self.code = binary(spec.source())
+        library = _check(driver.cuLibraryLoadData(self.code, [], [], 0, [], [], 0), "loading a kernel")
+        self._library = library
+        self.handle = _check(driver.cuLibraryGetKernel(library, spec.entry.encode()), f"finding {spec.entry}")
+        self.function = driver.CUfunction(int(self.handle))
+        self.smem = 0
+        if isinstance(spec, Gemm):
+            address, _ = _check(driver.cuLibraryGetGlobal(library, b"smem_bytes"), "reading smem_bytes")
+            value = ctypes.c_int()
+            _check(driver.cuMemcpyDtoH(ctypes.addressof(value), address, 4), "reading smem_bytes")
+            self.smem = value.value
+            device = _check(driver.cuCtxGetDevice(), "the current device")
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(driver.cuKernelSetAttribute(limit, self.smem, self.handle, device), f"{self.smem} bytes of shared memory")
+
+    def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, stream: int) -> None:
+        """Launch on a stream with one structure of arguments."""
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        code = self._driver.cuLaunchKernel(
+            self.function, grid[0], grid[1], 1, threads, 1, 1, self.smem, stream, ctypes.addressof(pointers), 0
+        )[0]
+        if int(code):
+            raise KernelBuildError(f"a kernel did not launch: {code.name}")
+
+
+@functools.cache
+def kernel(spec: Gemm | Around, device: int) -> Kernel:
+    """The kernel of a spec; built once per process and device, which must be current."""
+    return Kernel(spec)
