@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 from bench.stdlib_text import random_windows, read_sources
 from compiled_moe import DEMO
-from compiled_moe.export import Calibration, export
+from compiled_moe.calibration import Calibration
+from compiled_moe.export import Plan
+from compiled_moe.writing import ShardWriter
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -34,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
             model(input_ids=next(batches)[:, :-1], use_cache=False)
     for old in args.out.glob("*.safetensors"):
         old.unlink()
-    export(model, calibration, args.out)
+    Plan.read(args.trained).write(ShardWriter(args.out), calibration.amax)
     ByT5Tokenizer().save_pretrained(args.out)
     for name in ("heldout.txt", "files.json"):
         shutil.copy(args.trained / name, args.out / name)

@@ -80,7 +80,9 @@ def quantize(
     calibrate: Annotated[Path | None, typer.Option(help="text that the activation scales are measured on")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="tokens of the text to use")] = 16384,
     window: Annotated[int, typer.Option(min=1, help="tokens in one forward pass")] = 512,
-    activation: Annotated[str, typer.Option(help="activation scales: per_expert, layer_max or none")] = "per_expert",
+    activation: Annotated[
+        str | None, typer.Option(help="activation scales: per_expert (the default), layer_max or none (weight-only)")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default cuda where there is one")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout, text on stderr")] = False,
 ) -> None:

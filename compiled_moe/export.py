@@ -1,175 +1,216 @@
-"""Quantise the experts of a transformers mixture-of-experts model and write them in ModelOpt's layout."""
+"""From the files of an unquantised model to NVFP4 experts in ModelOpt's layout: matrix by matrix, nothing else changed.
+
+One expert and one shard that is being written are in memory, whatever the size of the model.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nvfp4 import quantize
-from nvfp4.format import scale_of_amax
+from nvfp4.format import GROUP, scale_of_amax
 
 from .errors import CheckpointError
-from .writing import SHARD_BYTES, ShardWriter, modelopt_config
+from .names import ExpertKey
+from .parts import Part
+from .shards import Header, Reader, read_headers, read_json
+from .survey import nbytes
+from .writing import ShardWriter, modelopt_config
 
-ACTIVATION_POLICIES = {
-    "per_expert": "each expert's own maximum; an expert that saw no token gets no input_scale",
-    "layer_max": "the maximum over the layer's experts, for all of them, those without tokens included",
-    "none": "no input_scale at all: a weight-only checkpoint",
-}
-"""Where input_scale comes from; always a choice, never an accident."""
+_FLOATS = ("BF16", "F16", "F32")
+Amax = Callable[[str, str], Tensor]
+"""(layer, projection) to the input magnitudes of its experts, [experts], negative where there shall be no scale."""
 
 
-class Calibration:
-    """Largest input magnitude of each expert's projections over some text; experts that saw nothing have none.
+@dataclass(frozen=True)
+class Matrix:
+    """One projection of one expert: where its weight lies, its layer, and the name it will have."""
 
-    Use as a context manager around forward passes of an unquantised model.
+    part: Part
+    layer: str
+    name: str
+
+    def read(self, reader: Reader, device: torch.device | str) -> Tensor:
+        """Float32 [N, K]."""
+        ((_, value),) = self.part.read(reader)
+        return value.to(device, torch.float32).contiguous()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will become of every key of an unquantised checkpoint; made from headers alone.
 
     Attributes:
-        experts: the experts modules by name.
-        input_amax, hidden_amax: by name, float32 [experts], -1 where nothing came. tokens: int64 [experts].
+        path: the folder. config: config.json. headers: every key, in the order of the files.
+        matrices: key to what it holds of experts, one or, in a tensor of all experts, many.
     """
 
-    def __init__(self, model: Any) -> None:
-        """Watch every experts module of the model.
+    path: Path
+    config: dict
+    headers: dict[str, Header]
+    matrices: dict[str, list[Matrix]]
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """Look at the headers.
 
         Raises:
-            CheckpointError: there is none, or one whose layout is not [experts, 2 intermediate, hidden] without bias.
+            CheckpointError: no experts, experts in a layout that is not known here, sizes that NVFP4 cannot hold.
         """
-        self.experts: dict[str, Any] = {n: m for n, m in model.named_modules() if _is_experts(m)}
-        if not self.experts:
-            raise CheckpointError(f"{type(model).__name__} has no experts modules with gate_up_proj and down_proj")
-        for name, module in self.experts.items():
-            if any(getattr(module, flag, False) for flag in ("is_transposed", "has_bias", "has_post_expert_norm")):
-                raise CheckpointError(
-                    f"{name} is {type(module).__name__}, whose weights are transposed or have biases; this quantises "
-                    "experts of [2 intermediate, hidden] and [hidden, intermediate] without bias"
-                )
-        self.input_amax = {n: torch.full((m.down_proj.shape[0],), -1.0) for n, m in self.experts.items()}
-        self.hidden_amax = {n: torch.full((m.down_proj.shape[0],), -1.0) for n, m in self.experts.items()}
-        self.tokens = {n: torch.zeros(m.down_proj.shape[0], dtype=torch.int64) for n, m in self.experts.items()}
-        self._hooks: list = []
+        config = read_json(path / "config.json", "a checkpoint folder holds config.json and *.safetensors")
+        headers = read_headers(path)
+        parsed = {key: ExpertKey.parse(key) for key in headers}
+        matrices = {key: _matrices(name, key, headers) for key, name in parsed.items() if name is not None}
+        if not matrices:
+            raise CheckpointError(f"{path} holds no experts, such as ...experts.0.gate_proj.weight")
+        return cls(path, config, headers, matrices)
 
     @property
-    def dead(self) -> dict[str, list[int]]:
-        """Experts that saw no token, by layer; layers without any are left out."""
-        found = {name: (count == 0).nonzero().flatten().tolist() for name, count in self.tokens.items()}
-        return {name: ids for name, ids in found.items() if ids}
+    def layers(self) -> list[str]:
+        """Experts modules, as the files call them."""
+        return list(dict.fromkeys(m.layer for many in self.matrices.values() for m in many))
 
-    def __enter__(self) -> Calibration:
-        """Start watching."""
-        for name, module in self.experts.items():
-            self._hooks.append(module.register_forward_pre_hook(lambda m, args, name=name: self._watch(name, m, *args)))
-        return self
+    @property
+    def left_alone(self) -> list[str]:
+        """Globs of the modules whose weight matrix stays as it is, layer numbers as ``*``."""
+        names = {
+            re.sub(r"\.[0-9]+\.", ".*.", key.removesuffix(".weight"))
+            for key, header in self.headers.items()
+            if key.endswith(".weight") and len(header.shape) == 2 and key not in self.matrices
+        }
+        return sorted(names)
 
-    def __exit__(self, *_) -> None:
-        """Stop watching."""
-        for hook in self._hooks:
-            hook.remove()
+    def write(
+        self,
+        writer: ShardWriter,
+        amax: Amax | None = None,
+        device: torch.device | str = "cpu",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Path:
+        """Write the checkpoint, in the order of the source's files.
 
-    @torch.no_grad()
-    def _watch(self, name: str, module: Any, x: Tensor, ids: Tensor, *_) -> None:
-        for e in ids.unique().tolist():
-            if not 0 <= e < module.down_proj.shape[0]:
-                continue  # padding
-            rows = x[(ids == e).any(1)]
-            h = module._apply_gate(rows @ module.gate_up_proj[e].T)
-            for store, value in ((self.input_amax, rows), (self.hidden_amax, h)):
-                store[name][e] = max(float(store[name][e]), float(value.abs().max()))
-            self.tokens[name][e] += rows.shape[0]
+        Gate and up get one weight_scale_2, from the larger maximum: engines that apply one to both are right then.
 
-    def amax(self, name: str, projection: str, policy: str) -> Tensor:
-        """Input magnitudes of one projection under a policy, [experts]; negative where there shall be no scale."""
-        seen = (self.hidden_amax if projection == "down_proj" else self.input_amax)[name]
-        if policy == "none":
-            return torch.full_like(seen, -1.0)
-        return seen if policy == "per_expert" else torch.full_like(seen, float(seen.max()))
+        Args:
+            writer: of an empty folder. amax: input magnitudes; None is a weight-only checkpoint.
+            device: where the arithmetic is done. progress: called with bytes done and bytes in all, of the source.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: weights that are not finite, a gate without its up, files that cannot be read or written.
+        """
+        reader, done, total = Reader(), 0, sum(nbytes(h) for h in self.headers.values())
+        scales = _WeightScales(self, reader, device)
+        for key, header in self.headers.items():
+            for matrix in self.matrices.get(key, ()):
+                for name, value in _quantised(matrix, reader, scales.of(matrix), amax, device):
+                    writer.add(name, value)
+            if key not in self.matrices:
+                writer.add(key, reader.get(header))
+            done += nbytes(header)
+            if progress is not None:
+                progress(done, total)
+        writer.close(modelopt_config(self.config, self.left_alone, amax is None))
+        return writer.folder
 
 
-def _is_experts(module: nn.Module) -> bool:
-    return all(isinstance(getattr(module, n, None), nn.Parameter) for n in ("gate_up_proj", "down_proj"))
+class _WeightScales:
+    """weight_scale_2 of every matrix; what gate and up share is kept until both have been written."""
+
+    def __init__(self, plan: Plan, reader: Reader, device: torch.device | str) -> None:
+        self.reader, self.device = reader, device
+        self.known: dict[tuple[str, int, str], Matrix] = {
+            (m.layer, m.part.expert, m.part.projection): m for many in plan.matrices.values() for m in many
+        }
+        self.shared: dict[tuple[str, int], Tensor] = {}
+
+    def of(self, matrix: Matrix) -> Tensor:
+        """Float32 ()."""
+        e, projection = matrix.part.expert, matrix.part.projection
+        gated = (matrix.layer, e, "gate_proj") in self.known
+        if projection == "down_proj" or not gated:
+            return self._amax(matrix)
+        if (matrix.layer, e) in self.shared:
+            return self.shared.pop((matrix.layer, e))
+        other = self.known.get((matrix.layer, e, "up_proj" if projection == "gate_proj" else "gate_proj"))
+        if other is None:
+            raise CheckpointError(f"{matrix.part.source}: expert {e} has a gate_proj, but no up_proj is in the files")
+        scale = torch.maximum(self._amax(matrix), self._amax(other))
+        self.shared[matrix.layer, e] = scale
+        return scale
+
+    def _amax(self, matrix: Matrix) -> Tensor:
+        amax = matrix.read(self.reader, self.device).abs().amax()
+        if not torch.isfinite(amax):
+            raise CheckpointError(
+                f"{matrix.part.source}: {matrix.name} holds NaN or infinity; mend the model before it is quantised"
+            )
+        return scale_of_amax(amax)
 
 
-def expert_tensors(
-    name: str, module: Any, calibration: Calibration, policy: str = "per_expert"
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield ModelOpt's tensors of each projection of each expert.
+def _quantised(matrix: Matrix, reader: Reader, scale: Tensor, amax: Amax | None, device) -> list[tuple[str, Tensor]]:
+    """ModelOpt's tensors of one matrix.
 
-    Under "per_expert", an expert that calibration never reached gets no input_scale: a number made up here could not be
-    told from a measured one later.
-
-    Raises:
-        CheckpointError: a weight that is not finite.
+    An expert that calibration never reached gets no input_scale unless the policy gives one: a number made up here
+    could not be told from a measured one later.
     """
-    inter = module.down_proj.shape[2]
-    amax = {p: calibration.amax(name, p, policy) for p in ("gate_proj", "up_proj", "down_proj")}
-    for e in range(module.down_proj.shape[0]):
-        gate_up, down = module.gate_up_proj[e].float(), module.down_proj[e].float()
-        parts = {"gate_proj": gate_up[:inter], "up_proj": gate_up[inter:], "down_proj": down}
-        for projection, weight in parts.items():
-            prefix = f"{name}.{e}.{projection}"
-            scale = scale_of_amax(weight.abs().amax())
-            if not torch.isfinite(scale):
-                raise CheckpointError(f"{prefix} holds NaN or infinity; mend the model before it is quantised")
-            codes, block_scale = quantize(weight.contiguous(), scale)
-            yield f"{prefix}.weight", codes
-            yield f"{prefix}.weight_scale", block_scale.view(torch.float8_e4m3fn)
-            yield f"{prefix}.weight_scale_2", scale
-            if amax[projection][e] >= 0:
-                yield f"{prefix}.input_scale", scale_of_amax(amax[projection][e])
+    codes, block_scale = quantize(matrix.read(reader, device), scale)
+    tensors = [
+        (f"{matrix.name}.weight", codes),
+        (f"{matrix.name}.weight_scale", block_scale.view(torch.float8_e4m3fn)),
+        (f"{matrix.name}.weight_scale_2", scale),
+    ]
+    seen = -1.0 if amax is None else float(amax(matrix.layer, matrix.part.projection)[matrix.part.expert])
+    if seen >= 0:
+        tensors.append((f"{matrix.name}.input_scale", scale_of_amax(torch.tensor(seen))))
+    return tensors
 
 
-@torch.no_grad()
-def export(
-    model: Any,
-    calibration: Calibration,
-    folder: str | Path,
-    policy: str = "per_expert",
-    shard_bytes: int = SHARD_BYTES,
-    progress: Callable[[int, int], None] | None = None,
-) -> Path:
-    """Write a checkpoint: experts in NVFP4, everything else as it is in bfloat16; one shard in memory at a time.
-
-    Args:
-        model: a transformers model with fused experts. calibration: filled by forward passes over representative text.
-        folder: made if missing. policy: a name of ``ACTIVATION_POLICIES``. shard_bytes: of a file.
-        progress: called with bytes done and bytes in all, of the model as it is.
-
-    Returns:
-        The folder.
-
-    Raises:
-        CheckpointError: an unknown policy, weights that are not finite, or a folder that holds a checkpoint.
-    """
-    if policy not in ACTIVATION_POLICIES:
-        raise CheckpointError(f"activation policy is {policy!r}; known are {', '.join(ACTIVATION_POLICIES)}")
-    writer = ShardWriter(Path(folder), shard_bytes)
-    done, total = 0, sum(p.numel() * p.element_size() for p in model.parameters())
-    for name, module in calibration.experts.items():
-        for key, value in expert_tensors(name, module, calibration, policy):
-            writer.add(key, value)
-        done += sum(p.numel() * p.element_size() for p in module.parameters())
-        if progress is not None:
-            progress(done, total)
-    inside = tuple(f"{name}." for name in calibration.experts)
-    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
-    for name, value in model.state_dict().items():
-        if not name.startswith(inside) and name not in tied:
-            writer.add(name, value.to(torch.bfloat16) if value.is_floating_point() else value)
-    writer.close(modelopt_config(model.config.to_dict(), left_alone(model, inside), policy == "none"))
-    return writer.folder
+def _matrices(name: ExpertKey, key: str, headers: dict[str, Header]) -> list[Matrix]:
+    """What one key of experts holds."""
+    header = headers[key]
+    if name.tensor != "weight" or name.blocks:
+        raise CheckpointError(
+            f"{header.source} is {'a bias' if name.tensor == 'bias' else 'part of quantised weights'}; this quantises "
+            "experts of plain weights without bias"
+        )
+    if header.dtype not in _FLOATS:
+        raise CheckpointError(f"{header.source} is {header.dtype}; need weights in {', '.join(_FLOATS)}")
+    if not header.shape or header.shape[-1] % GROUP or not all(header.shape):
+        raise CheckpointError(
+            f"{header.source} is {header.shape}; the last size must be a positive multiple of {GROUP}"
+        )
+    if name.expert is not None:
+        if len(header.shape) != 2:
+            raise CheckpointError(f"{header.source} is {header.shape}; the weight of one expert has two sizes")
+        part = Part(name.expert, name.projection, "weight", header)
+        return [Matrix(part, name.layer, key.removesuffix(".weight"))]
+    return [
+        Matrix(Part(e, projection, "weight", header, row=e, cut=cut), name.layer, f"{name.layer}.{e}.{projection}")
+        for e in range(header.shape[0])
+        for projection, cut in _halves(name, header, headers)
+    ]
 
 
-def left_alone(model: Any, inside: tuple[str, ...]) -> list[str]:
-    """Globs of the modules with a weight matrix outside the experts, layer numbers as ``*``."""
-    names = {
-        re.sub(r"\.[0-9]+\.", ".*.", name)
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "weight", None), Tensor) and module.weight.dim() == 2
-        and not f"{name}.".startswith(inside)
-    }  # fmt: skip
-    return sorted(names)
+def _halves(name: ExpertKey, header: Header, headers: dict[str, Header]) -> list[tuple[str, slice | None]]:
+    """The projections in a tensor of all experts, and their rows; both tensors together tell the layout."""
+    into = headers.get(f"{name.layer}.gate_up_proj") or headers.get(f"{name.layer}.up_proj")
+    down = headers.get(f"{name.layer}.down_proj")
+    rows = 2 if into is not None and into.key.endswith("gate_up_proj") else 1
+    a, b = (h.shape if h is not None else () for h in (into, down))
+    if not (len(a) == len(b) == 3 and a[0] == b[0] and a[1] == rows * b[2] and a[2] == b[1]):
+        raise CheckpointError(
+            f"{header.source}: {a} into the experts and {b} out of them; this quantises [experts, "
+            f"{'2 ' if rows == 2 else ''}intermediate, hidden] with [experts, hidden, intermediate], not transposed"
+        )
+    if name.projection != "gate_up_proj":
+        return [(name.projection, None)]
+    return [("gate_proj", slice(0, b[2])), ("up_proj", slice(b[2], None))]

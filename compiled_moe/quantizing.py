@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from nvfp4 import NVFP4Error
-
+from .calibration import ACTIVATION_POLICIES, Calibration
 from .checkpoint import Checkpoint
+from .converting import convert
 from .errors import CheckpointError, CompiledMoeError, MachineError
-from .export import ACTIVATION_POLICIES, Calibration, export
-from .shards import Reader, read_json
+from .export import Plan
+from .places import Places
+from .shards import read_json
 from .survey import survey
 from .terminal import progress
-from .writing import SHARD_BYTES, ShardWriter, modelopt_config
+from .writing import SHARD_BYTES, ShardWriter
 
 SCHEMA_VERSION = 1
 _BESIDE = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "generation_config")
-_COPIED = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Request:
     calibrate: Path | None = None
     tokens: int = 16384
     window: int = 512
-    activation: str = "per_expert"
+    activation: str | None = None
     device: str | None = None
     shard_bytes: int = SHARD_BYTES
 
@@ -49,9 +49,10 @@ def run(request: Request, as_json: bool = False) -> int:
     """
     begin = time.perf_counter()
     config = read_json(request.source / "config.json", "a checkpoint folder holds config.json and *.safetensors")
-    facts = _convert(request, config) if config.get("quantization_config") else _calibrated(request)
+    facts = _converted(request, config) if config.get("quantization_config") else _calibrated(request)
     _copy_beside(request.source, request.out)
-    found = survey(Checkpoint.open(request.out))
+    with progress("checking") as bar:
+        found = survey(Checkpoint.open(request.out), progress=bar)
     summary = {
         "schema": SCHEMA_VERSION, "source": str(request.source), "out": str(request.out), **facts,
         "bytes": found.checkpoint.nbytes, "seconds": time.perf_counter() - begin, "usable": found.usable,
@@ -80,43 +81,81 @@ def _lines(s: dict) -> list[str]:
 
 
 def _calibrated(request: Request) -> dict[str, Any]:
-    """The way of a model in bfloat16."""
-    needs_text = request.activation != "none"
-    if request.activation not in ACTIVATION_POLICIES:
-        raise CompiledMoeError(f"activation is {request.activation!r}; known are {', '.join(ACTIVATION_POLICIES)}")
-    if needs_text and request.calibrate is None:
+    """The way of a model in bfloat16: calibration needs all of it in memory, writing one shard and one expert."""
+    policy = request.activation or "per_expert"
+    if policy not in ACTIVATION_POLICIES:
+        raise CompiledMoeError(f"activation is {policy!r}; known are {', '.join(ACTIVATION_POLICIES)}")
+    if policy != "none" and request.calibrate is None:
         raise CompiledMoeError("give text with --calibrate FILE, or --activation none for a weight-only checkpoint")
-    model = _model(request)
-    ids = _windows(request) if needs_text else []
-    with progress("calibrating", counted=False), Calibration(model) as calibration, torch.no_grad():
-        for window in ids:
-            model(input_ids=window[None].to(model.device), use_cache=False)
+    if policy == "none" and request.calibrate is not None:
+        raise CompiledMoeError("--activation none measures nothing; leave --calibrate out, or choose another policy")
+    device = _device(request)
+    plan, writer = Plan.read(request.source), ShardWriter(request.out, request.shard_bytes)
+    if policy == "none":
+        with progress("writing") as bar:
+            plan.write(writer, None, device, bar)
+        return _facts("weights only", policy)
+    windows = _windows(request)
+    calibration, modules = _watched(plan, windows, device)
     with progress("writing") as bar:
-        export(model, calibration, request.out, request.activation, request.shard_bytes, bar)
-    tokens = sum(w.numel() for w in ids)
+        plan.write(writer, lambda layer, p: calibration.amax(modules[layer], p, policy), device, bar)
+    tokens = sum(w.numel() for w in windows)
+    return _facts(f"calibrated on {tokens} tokens", policy, tokens, calibration)
+
+
+def _facts(how: str, policy: str, tokens: int = 0, calibration: Calibration | None = None) -> dict[str, Any]:
+    """What the summary says of the way that was taken."""
     return {
-        "how": f"calibrated on {tokens} tokens" if tokens else "weights only",
-        "activation": request.activation, "calibration_tokens": tokens,
-        "dead_experts": calibration.dead if tokens else {},
-        "tokens_per_expert": {name: count.tolist() for name, count in calibration.tokens.items()} if tokens else {},
+        "how": how, "activation": policy, "calibration_tokens": tokens,
+        "dead_experts": calibration.dead if calibration else {},
+        "tokens_per_expert": {n: count.tolist() for n, count in calibration.tokens.items()} if calibration else {},
     }  # fmt: skip
 
 
-def _model(request: Request) -> Any:
+def _watched(plan: Plan, windows: list[torch.Tensor], device: str) -> tuple[Calibration, dict[str, str]]:
+    """Run the text through the model; returns what was seen, and the module of each layer of the files."""
+    model = _model(plan.path, device)
+    places = Places(model)
+    modules = {layer: places.module(layer) for layer in plan.layers}
+    with progress("calibrating", counted=False) as bar, Calibration(model) as calibration, torch.no_grad():
+        unwatched = [layer for layer, name in modules.items() if name not in calibration.experts]
+        if unwatched:
+            raise CheckpointError(f"{unwatched[0]} is no experts module that can be calibrated; give --activation none")
+        for done, window in enumerate(windows):
+            model(input_ids=window[None].to(model.device), use_cache=False)
+            if bar is not None:
+                bar(done + 1, len(windows))
+    return calibration, modules
+
+
+def _device(request: Request) -> str:
+    device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cuda", "cpu"):
+        raise CompiledMoeError(f"device is {device!r}; give cuda or cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise MachineError("no CUDA device is visible to PyTorch here; leave --device out, or give cpu")
+    return device
+
+
+def _model(path: Path, device: str) -> Any:
     try:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
     except ImportError as error:
-        raise MachineError("quantising needs transformers: pip install 'compiled-moe[hf]'") from error
-    device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise MachineError("no CUDA device is visible to PyTorch here; leave --device out, or give cpu")
+        raise MachineError("calibrating needs transformers: pip install 'compiled-moe[hf]'") from error
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            request.source, dtype=dtype, experts_implementation="eager", use_safetensors=True
+            path, dtype=dtype, experts_implementation="eager", use_safetensors=True
         )
     except (ValueError, KeyError, OSError) as error:
-        raise CheckpointError(f"transformers cannot load {request.source}: {error}") from error
+        raise CheckpointError(f"transformers cannot load {path}: {error}") from error
     return model.eval().to(device)
 
 
@@ -136,43 +175,17 @@ def _windows(request: Request) -> list[torch.Tensor]:
     return list(ids.split(request.window))
 
 
-def _convert(request: Request, config: dict) -> dict[str, Any]:
-    """The way of MXFP4: codes stay, scales convert exactly, the rest is copied."""
-    checkpoint = Checkpoint.open(request.source)
-    if checkpoint.quantization.algorithm != "MXFP4":
-        raise CheckpointError(f"{request.source} is {checkpoint.quantization.algorithm} already; nothing to quantise")
-    if request.calibrate is not None:
-        raise CompiledMoeError("MXFP4 is converted without a forward pass; leave --calibrate out")
-    consumed = {part.header.key for layer in checkpoint.layers for part in layer.parts}
-    rest = [header for key, header in checkpoint.headers.items() if key not in consumed]
-    foreign = [header for header in rest if header.dtype not in _COPIED]
-    if foreign:
-        raise CheckpointError(
-            f"{foreign[0].source} is {foreign[0].dtype}; only checkpoints whose other tensors are plain floats are "
-            "converted, since ModelOpt's layout has one algorithm beside them"
+def _converted(request: Request, config: dict) -> dict[str, Any]:
+    """The way of MXFP4."""
+    if request.calibrate is not None or request.activation not in (None, "none"):
+        raise CompiledMoeError(
+            "a quantised source is converted bit for bit into a weight-only checkpoint, without a forward pass; leave "
+            "--calibrate and --activation out, and serve it as w4a16 or w4a4_per_token"
         )
-    writer, reader = ShardWriter(request.out, request.shard_bytes), Reader()
+    checkpoint = Checkpoint.open(request.source)
     with progress("converting") as bar:
-        for layer in checkpoint.layers:
-            for part in layer.parts:
-                try:
-                    values = part.read(reader)
-                except NVFP4Error as error:
-                    raise CheckpointError(str(error)) from error
-                for tensor, value in values:
-                    key = f"{layer.name}.{part.expert}.{part.projection}.{tensor}"
-                    scale = tensor == "weight_scale"
-                    writer.add(key, value.contiguous().view(torch.float8_e4m3fn) if scale else value)
-                    if bar is not None:
-                        bar(writer.nbytes, checkpoint.nbytes)
-        for header in rest:
-            writer.add(header.key, reader.get(header))
-    ignored = sorted({header.key.rpartition(".")[0] for header in rest if len(header.shape) == 2})
-    writer.close(modelopt_config(config, ignored, weight_only=True))
-    return {
-        "how": "MXFP4 converted bit for bit", "activation": "none", "calibration_tokens": 0, "dead_experts": {},
-        "tokens_per_expert": {},
-    }  # fmt: skip
+        convert(checkpoint, lambda: ShardWriter(request.out, request.shard_bytes), bar)
+    return _facts("MXFP4 converted bit for bit", "none")
 
 
 def _copy_beside(source: Path, out: Path) -> None:

@@ -9,7 +9,11 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress(what: str, counted: bool = True) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr where that is a terminal; yields a function of (done, total), in bytes, or None."""
+    """A bar on stderr where that is a terminal; yields a function of (done, total), or None.
+
+    Args:
+        what: in front of the bar. counted: done and total are bytes.
+    """
     if not sys.stderr.isatty():
         yield None
         return
@@ -19,7 +23,8 @@ def progress(what: str, counted: bool = True) -> Iterator[Callable[[int, int], N
     columns = [
         SpinnerColumn(),
         TextColumn(what),
-        *([BarColumn(), DownloadColumn()] if counted else []),
+        BarColumn(),
+        *([DownloadColumn()] if counted else []),
         TimeElapsedColumn(),
     ]
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

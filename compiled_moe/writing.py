@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,8 +28,8 @@ class ShardWriter:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{folder} cannot be made: {error}") from error
-        if any(folder.glob("*.safetensors")):
-            raise CheckpointError(f"{folder} holds *.safetensors files already; give an empty folder")
+        if any(any(folder.glob(kind)) for kind in ("*.safetensors", "*.part")):
+            raise CheckpointError(f"{folder} holds *.safetensors or *.part files already; give an empty folder")
         self.folder, self.shard_bytes = folder, shard_bytes
         self.nbytes = 0
         self._pending: dict[str, Tensor] = {}
@@ -66,7 +66,13 @@ class ShardWriter:
 
     def _flush(self) -> None:
         part = self.folder / f"shard-{len(self._shards):05d}.part"
-        save_file(self._pending, part, {"format": "pt"})
+        try:
+            save_file(self._pending, part, {"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{part} cannot be written after {self.nbytes / 1e9:.2f} GB: {error}; make room, remove the *.part "
+                "files and run again"
+            ) from error
         self._shards.append((part, list(self._pending)))
         self._pending, self._size = {}, 0
 
@@ -80,4 +86,4 @@ def modelopt_config(config: dict, ignore: list[str], weight_only: bool) -> dict:
         "ignore": ignore,
         "producer": {"name": "compiled-moe"},
     }
-    return config | {"dtype": str(torch.bfloat16).removeprefix("torch."), "quantization_config": quantization}
+    return config | {"quantization_config": quantization}

@@ -214,13 +214,13 @@ def three_shards(folder):
 def test_shards_that_are_missing_or_unlisted_and_keys_in_two_files(tmp_path):
     folder, index = three_shards(tmp_path / "a")
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="model-00002-of-00003.safetensors cannot be read"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors cannot be read"):
         Checkpoint.open(folder)
     folder, index = three_shards(tmp_path / "b")
     listed = json.loads(index.read_text())
     listed["weight_map"] = {k: v for k, v in listed["weight_map"].items() if "00003-of" not in v}
     index.write_text(json.dumps(listed))
-    with pytest.raises(CheckpointError, match="model-00003-of-00003.safetensors is a shard that .* does not know"):
+    with pytest.raises(CheckpointError, match=r"model-00003-of-00003\.safetensors is a shard that .* does not know"):
         Checkpoint.open(folder)
     folder, index = three_shards(tmp_path / "c")
     listed["weight_map"] = json.loads(index.read_text())["weight_map"] | {"extra": "model-00001-of-00003.safetensors"}
@@ -231,7 +231,7 @@ def test_shards_that_are_missing_or_unlisted_and_keys_in_two_files(tmp_path):
     index.unlink()
     assert Checkpoint.open(folder).layers[0].spec.num_experts == c.E  # no index is needed where all is there
     (folder / "again.safetensors").write_bytes((folder / "model-00001-of-00003.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match="is in model-00001-of-00003.safetensors too; one of them must go"):
+    with pytest.raises(CheckpointError, match=r"is in model-00001-of-00003\.safetensors too; one of them must go"):
         Checkpoint.open(folder)
 
 
