@@ -84,10 +84,12 @@ class Calibration:
             self.tokens[name][e] += rows.shape[0]
 
     def amax(self, name: str, projection: str, policy: str = "per_expert") -> Tensor:
-        """Input magnitudes of one projection under a policy, [experts]; negative where there shall be no scale."""
+        """Input magnitudes of one projection, [experts], negative where there shall be no scale.
+
+        Args:
+            name: the experts module. projection: of an expert. policy: "per_expert" or "layer_max".
+        """
         seen = (self.hidden_amax if projection == "down_proj" else self.input_amax)[name]
-        if policy == "none":
-            return torch.full_like(seen, -1.0)
         return seen if policy == "per_expert" else torch.full_like(seen, float(seen.max()))
 
 
