@@ -39,6 +39,8 @@ class ScaleReport:
         findings: in layer, expert order.
         layers, experts, dense: how much was checked.
         block_scales: counts over all block-scale bytes: total, zero, subnormal, saturated.
+        gate_up_ratio: largest ratio of an expert's gate and up scales, at least 1; each is applied exactly, while many
+            engines use one for both.
     """
 
     precision: str
@@ -47,6 +49,7 @@ class ScaleReport:
     experts: int = 0
     dense: int = 0
     block_scales: dict[str, int] = field(default_factory=dict)
+    gate_up_ratio: float = 1.0
 
     @property
     def errors(self) -> list[Finding]:
@@ -64,6 +67,7 @@ class ScaleReport:
         self.layers += other.layers
         self.experts += other.experts
         self.dense += other.dense
+        self.gate_up_ratio = max(self.gate_up_ratio, other.gate_up_ratio)
         for name, count in other.block_scales.items():
             self.block_scales[name] = self.block_scales.get(name, 0) + count
 
@@ -89,6 +93,7 @@ class ScaleReport:
             f"{_many(len(self.errors), 'error')}, "
             f"{_many(sum(f.severity == 'repaired' for f in self.findings), 'repair')}, "
             f"{_many(sum(f.severity == 'note' for f in self.findings), 'note')}; block scales {shares}"
+            f"{'' if self.gate_up_ratio == 1 else f'; gate and up scales up to {self.gate_up_ratio:.3g}x apart'}"
         )
         return "\n".join([head, *_table(self.findings)])
 

@@ -232,6 +232,8 @@ class Check:
     def _gate_up(self, gate: np.ndarray, up: np.ndarray) -> None:
         with np.errstate(all="ignore"):
             ratio = np.maximum(gate, up) / np.minimum(gate, up)
+        sound = rules.usable(gate) & rules.usable(up)
+        self.report.gate_up_ratio = float(ratio[sound].max(initial=1.0))
         for e in np.flatnonzero(np.isfinite(ratio) & (ratio > rules.RATIO_NOTE)):
             self._add("note", e, "gate_proj", "weight_scale_2", "gate_up_ratio",
                       f"{gate[e]:.6g} against {up[e]:.6g}", "far from up_proj's",

@@ -89,6 +89,27 @@ def test_each_bad_scale_has_its_own_reason(value, tensor, projection, device):
     assert "model.layers.7.mlp.experts, expert 2" in str(report) and report.errors[0].source.endswith(tensor)
 
 
+@pytest.mark.parametrize("value", [0.5, 1.0, 2.0, 4.0])
+def test_healthy_activation_scales_come_out_bit_identical(value, device):
+    changes = {f"{e}/{p}/input_scale": torch.tensor(value) for e in range(E) for p in PROJECTIONS}
+    weights, report = finalize(fill(raw_experts(device), **changes), "w4a4_static")
+    assert report.ok and all(weights.tensors[n].tolist() == [value] * E for n in ("a13_scale", "a2_scale"))
+
+
+def test_gate_and_up_scales_that_differ_are_kept_and_reported(device):
+    gate, up = torch.tensor(3.85e-5), torch.tensor(4.83e-5)
+    changes = {"2/gate_proj/weight_scale_2": gate, "2/up_proj/weight_scale_2": up}
+    changes |= {"1/up_proj/weight_scale_2": torch.tensor(math.nan)}  # no ratio is made of it
+    weights, report = finalize(fill(raw_experts(device), **changes), policy="report")
+    assert weights.tensors["w13_global_scale"][2].tolist() == [float(gate), float(up)]
+    assert report.gate_up_ratio == float(up / gate) == report.to_dict()["gate_up_ratio"]
+    assert "; gate and up scales up to 1.25x apart" in str(report)
+    same = finalize(fill(raw_experts(device)))[1]
+    assert same.gate_up_ratio == 1.0 and "apart" not in str(same)
+    same.merge(report)
+    assert same.gate_up_ratio == report.gate_up_ratio
+
+
 def test_smallest_normal_scale_passes_unless_its_product_does_not(device):
     tiny = torch.tensor(1.18e-38)
     changes = {"2/down_proj/input_scale": tiny, "2/down_proj/weight_scale_2": torch.tensor(1.0)}

@@ -107,10 +107,41 @@ def test_gate_and_up_keep_their_own_global_scales(unit_layer, run):
     assert float(y[0, 0]) == pytest.approx(0.365529, rel=2e-6)  # gate's for both gives .731059, swapped halves .311230
 
 
+def test_every_scale_byte_is_exact_in_both_products(make_layer, run):
+    """Row i has block scale byte i: h_i = s_i^2 by relu2, and w2 picks it out under byte i again: y_i = s_i^3."""
+    byte = torch.arange(128, dtype=torch.uint8)
+    byte[127] = 0
+    w13 = torch.zeros(1, 128, 64, dtype=torch.uint8)
+    w13[0, :, 0] = 0x02
+    w2 = torch.zeros(1, 128, 64, dtype=torch.uint8)
+    w2[0, torch.arange(128), torch.arange(128) // 2] = torch.where(torch.arange(128) % 2 == 0, 0x02, 0x20).byte()
+    s13 = byte[None, :, None].repeat(1, 1, 8)
+    one, ids = torch.ones(1), torch.zeros(1, 1, dtype=torch.int32)
+    x = torch.zeros(1, 128)
+    x[0, 0] = 1.0
+    weights = (w13, s13, one[:, None], w2, s13.clone(), one)
+    layer = replace(make_layer(), x=x, ids=ids, router=torch.ones(1, 1), weights=weights)
+    want = byte.view(torch.float8_e4m3fn).double() ** 3  # twelve bits: exact in float32
+    assert torch.equal(run(layer, activation="relu2")[0].double(), want) and len(want.unique()) == 127
+
+
 def test_experts_keep_their_own_global_scales(unit_layer, run):
     for expert, down in ((0, 1.0), (1, 4.0)):
         y = run(unit_layer(down=(1 / 16, 4 / 16), expert=expert, dtype=torch.float32))
         assert float(y[0, 0]) == pytest.approx(down * 0.731059, rel=2e-6)
+
+
+@pytest.mark.parametrize("precision", fmt.PRECISIONS)
+def test_zero_rows_and_blocks_give_zeros_never_nan(make_layer, run, precision):
+    """A zero row, zero blocks, and a relu2 that lets nothing through."""
+    layer = make_layer(tokens=4, experts=3, gated=False, scales="expert")
+    x = layer.x.clone()
+    x[1], x[2, 16:48] = 0, 0
+    got = run(replace(layer, x=x), activation="relu2", precision=precision)
+    assert got.isfinite().all() and not got[1].any() and got[[0, 2, 3]].any(1).all()
+    w13 = torch.full_like(layer.weights[0], 0x22)  # all ones: every h is relu(sum of x)^2
+    dark = replace(layer, x=-x.abs(), weights=(w13, *layer.weights[1:]))
+    assert not run(dark, activation="relu2", precision=precision).any()
 
 
 @pytest.mark.parametrize("x", [-1.0, 2.0])
