@@ -1,8 +1,8 @@
 """transformers' own generate on our experts and on its bfloat16 ones: `python -m bench.engines --out FILE.json`.
 
 Two models: the shipped one through plain from_pretrained, and a random one with the layer shapes of Qwen3-30B-A3B,
-built on the device in NVFP4. Logits are compared before anything is timed. Step times come from a clock inside generate,
-which waits for each token anyway; launches come from the profiler. `--small` runs all of it on a CPU in a minute.
+built on the device in NVFP4. Logits are compared before anything is timed. Step times come from a clock inside
+generate, which waits for each token anyway; launches come from the profiler. `--small` runs all of it on a CPU.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def generate(model: Any, ids: Tensor, tokens: int, compiled: bool) -> Clock:
 
     how: dict[str, Any] = {}
     if compiled:
-        config = CompileConfig(fullgraph=True, mode="reduce-overhead" if ids.is_cuda else "default")
+        config: Any = CompileConfig(fullgraph=True, mode="reduce-overhead" if ids.is_cuda else "default")
         config._compile_all_devices = True
         how = {"cache_implementation": "static", "compile_config": config}
     clock = Clock()
@@ -108,7 +108,8 @@ def shipped(device: str) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     compiled_moe.register_transformers()
-    ours = AutoModelForCausalLM.from_pretrained(compiled_moe.DEMO, dtype=torch.bfloat16).to(device)
+    ours: Any = AutoModelForCausalLM.from_pretrained(compiled_moe.DEMO, dtype=torch.bfloat16)
+    ours = ours.to(device)
     return ours, unquantised(ours, "grouped_mm")
 
 
@@ -127,6 +128,8 @@ def qwen3(layers: int, device: str, small: bool) -> tuple[Any, Any]:
     )  # fmt: skip
     config = Qwen3MoeConfig(**sizes)
     torch.manual_seed(0)
+    theirs: Any
+    ours: Any
     with torch.device(device):
         theirs = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation="grouped_mm")
     with torch.device("meta"):
