@@ -92,6 +92,18 @@ def quantize(
     raise typer.Exit(run(Request(source, out, calibrate, tokens, window, activation, device), as_json=as_json))
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="checkpoint folder or hub id, before vLLM's own options")],
+    precision: Annotated[str, typer.Option(help="w4a16, w4a4_per_token or w4a4_static")] = "w4a16",
+) -> None:
+    """Start vLLM's OpenAI server on a checkpoint; all other options are vLLM's own."""
+    from .engines.serve import run
+
+    run(model, precision, context.args)
+
+
 @app.command()
 def env(as_json: Annotated[bool, typer.Option("--json", help="one JSON document")] = False) -> None:
     """Say what this machine has: versions, device, compiler, extras."""
