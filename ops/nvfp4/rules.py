@@ -5,6 +5,8 @@ The float32 rules are plain numpy on the host, where subnormal numbers are not f
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,8 +29,9 @@ SCALE_RULES = (
     ("reciprocal", lambda v: v > LARGEST, "its reciprocal must be a normal float32"),
 )
 """Kind, test and sentence; the first that fails names the fault."""
-BYTES_AT_ONCE = 2**20
-"""Scale bytes compared in one go; an expert of DeepSeek-V3 has 0.9 million in a projection."""
+EXPERTS_AT_ONCE, BYTES_AT_ONCE = 6, 2**16
+"""Scale bytes compared in one go: of six experts, or 64 KiB where six have less. A comparison holds two bytes for each
+of them, and the smallest expert has eighteen for each of a projection: the peak stays below an expert of any size."""
 BYTE_COLUMNS = ("nan", "negative", "zero", "subnormal", "saturated")
 
 
@@ -74,17 +77,30 @@ def bad_bytes(scale: Tensor) -> Tensor:
 
 
 def count_bytes(scale: Tensor) -> Tensor:
-    """Per expert of e4m3 bytes [E, ...]: NaN, negative, zero, subnormal and saturated (448), int64 [E, 5].
-
-    A few experts at a time, so that the comparisons never hold more memory than an expert.
-    """
-    at_once = max(1, BYTES_AT_ONCE // max(scale[0].numel(), 1))
+    """Per expert of e4m3 bytes [E, ...]: NaN, negative, zero, subnormal and saturated (448), int64 [E, 5]."""
+    at_once = max(EXPERTS_AT_ONCE, BYTES_AT_ONCE // max(scale[0].numel(), 1))
     return torch.cat([_count(part.flatten(1)) for part in scale.split(at_once)])
 
 
 def _count(scale: Tensor) -> Tensor:
-    magnitude = scale & 0x7F
-    nan = magnitude == 0x7F
-    negative = (scale > 0x80) & ~nan
-    columns = (nan, negative, magnitude == 0, (scale > 0) & (scale < 8), scale == 0x7E)
-    return torch.stack([c.sum(1) for c in columns], dim=1)
+    columns = (
+        _true(scale & 0x7F == 0x7F),
+        _true(scale > 0x80) - _true(scale == 0xFF),
+        _true(scale & 0x7F == 0),
+        _true(scale - 1 < 7),  # 0x01 .. 0x07: bytes wrap
+        _true(scale == 0x7E),
+    )
+    return torch.stack(columns, dim=1)
+
+
+def _true(mask: Tensor) -> Tensor:
+    """True values per row of [n, size], int64.
+
+    Eight of them are added as one word, whose eight bytes each count to 128: ``sum`` would first widen every one to
+    eight bytes.
+    """
+    if mask.shape[1] % 8:
+        return mask.sum(1)
+    words = mask.view(torch.int64)
+    counts = words.unflatten(1, (-1, math.gcd(words.shape[1], 128))).sum(2)
+    return counts.view(torch.uint8).sum(1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nvfp4
-from nvfp4 import ExpertsSpec, RawExperts
+from nvfp4 import ExpertsSpec, RawExperts, rules
 
 SPEC = ExpertsSpec(4, 16, 16, layer="model.layers.3.mlp.experts")
 
@@ -86,6 +86,47 @@ def test_the_product_is_checked_with_the_scale_that_is_used():
     }  # fmt: skip
     report = nvfp4.check(scales_only(never, **changes), "w4a4_static")
     assert [(f.expert, f.projection, f.kind) for f in report.errors] == [(1, "gate_proj", "alpha")]
+
+
+def held_at_the_peak(call):
+    """Bytes a call has allocated and not freed at its peak, with what torch allocates inside of its operators."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    events = (e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
+    now = peak = 0
+    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events):
+        now += size
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize(
+    "experts, hidden, inter, activation",
+    [(8, 7168, 2048, "silu"), (24, 2048, 768, "silu"), (24, 2048, 768, "relu2")],
+)
+def test_the_check_holds_less_than_an_expert_beside_the_layer(experts, hidden, inter, activation):
+    spec = nvfp4.ExpertsSpec(experts, hidden, inter, activation)
+    raw = nvfp4.RawExperts.of(spec, codes=lambda *_: pytest.fail("nothing here raises a question"))
+    for name, tensor in raw.tensors.items():
+        tensor.fill_(0x38) if name.endswith("block_scale") else tensor.fill_(1e-4)
+    for e in range(experts):
+        for projection in spec.projections:
+            for tensor in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
+                raw.note(e, projection, tensor, "here")
+    expert = len(spec.projections) * hidden * inter * 9 // 16
+    peak = held_at_the_peak(lambda: nvfp4.check(raw, "w4a4_static"))
+    assert hidden * inter // 16 <= peak < expert
+
+
+def test_bytes_are_counted_right_in_every_row_length():
+    for size in (1, 7, 16, 24, 1000, 8 * 255 * 3, 8 * 1024):
+        scale = torch.arange(5 * size).remainder(256).to(torch.uint8).reshape(5, size)
+        scale[1], scale[2] = 0xFF, 0x7E
+        signed = scale.view(torch.float8_e4m3fn).float()
+        nan = signed.isnan()
+        want = [nan, (signed < 0) & ~nan, scale & 0x7F == 0, (scale > 0) & (scale < 8), scale == 0x7E]
+        negative = want[1] | (scale == 0xFF) & ~nan
+        assert rules.count_bytes(scale).tolist() == torch.stack([want[0], negative, *want[2:]], 2).sum(1).tolist()
 
 
 def test_a_bias_that_is_not_finite_is_refused(device):

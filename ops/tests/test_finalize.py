@@ -99,7 +99,9 @@ def test_healthy_activation_scales_come_out_bit_identical(value, device):
 def test_gate_and_up_scales_that_differ_are_kept_and_reported(device):
     gate, up = torch.tensor(3.85e-5), torch.tensor(4.83e-5)
     changes = {"2/gate_proj/weight_scale_2": gate, "2/up_proj/weight_scale_2": up}
-    changes |= {"1/up_proj/weight_scale_2": torch.tensor(math.nan)}  # no ratio is made of it
+    changes |= {
+        f"{e}/up_proj/weight_scale_2": torch.tensor(v) for e, v in ((1, math.nan), (3, 0.0))
+    }  # no ratio of these
     weights, report = finalize(fill(raw_experts(device), **changes), policy="report")
     assert weights.tensors["w13_global_scale"][2].tolist() == [float(gate), float(up)]
     assert report.gate_up_ratio == float(up / gate) == report.to_dict()["gate_up_ratio"]
