@@ -90,14 +90,23 @@ class NVFP4Config(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         """Ours for NVFP4 experts and linear layers, vLLM's own for the rest."""
         if isinstance(layer, RoutedExperts):
-            quantised = self._algorithm(f"{prefix}.0", ("gate_proj", "up_proj", "down_proj")) is not None
-            return NVFP4ExpertsMethod(self, layer, prefix, dummy()) if quantised else None
+            name = prefix.removesuffix(".routed_experts")
+            return NVFP4ExpertsMethod(self, layer, name, dummy()) if self._experts(layer, name) else None
         if isinstance(layer, LinearBase | ParallelLMHead):
             head, _, leaf = prefix.rpartition(".")
             parts = self.packed_modules_mapping.get(leaf, [leaf])
             algorithm = self._algorithm(head, tuple(parts))
             return NVFP4LinearMethod(self, prefix, dummy()) if algorithm else UnquantizedLinearMethod()
         return None
+
+    def _experts(self, layer: torch.nn.Module, name: str) -> bool:
+        """Whether the files hold a layer of experts in NVFP4; they may list the layer, or each projection."""
+        names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+        parts = tuple(n for n in names if n is not None)
+        whole = self.quantization.of(name)
+        if self.quantization.ignores(name) or (whole is not None and self.quantization.algorithm == "MIXED_PRECISION"):
+            return whole is not None
+        return self._algorithm(f"{name}.0", parts) is not None
 
     def _algorithm(self, head: str, parts: tuple[str, ...]) -> str | None:
         """What the files say of modules that vLLM runs as one.

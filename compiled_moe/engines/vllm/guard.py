@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as oracle
+from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w4a4_nvfp4 as compressed_tensors,
 )
-from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
 from vllm.model_executor.utils import is_weights_pre_processed
 
 from nvfp4 import ExpertsSpec, Finding, RawExperts, ScaleError, ScaleReport, check, rules
@@ -30,12 +30,12 @@ from .config import dummy
 from .experts import BUFFERS, SHARDS, TENSORS, with_global_ids
 
 METHODS = {
-    ModelOptNvFp4FusedMoE: "modelopt",
+    modelopt.ModelOptNvFp4FusedMoE: "modelopt",
     compressed_tensors.CompressedTensorsW4A4Nvfp4MoEMethod: "compressed-tensors",
 }
 """vLLM's classes and whose names they give to tensors."""
 _WEIGHT_ONLY = ("MARLIN", "HUMMING")
-_INVERTS = "make_nvfp4_moe_quant_config"
+INVERTS = "make_nvfp4_moe_quant_config"
 _RECORD = "_nvfp4_guard"
 _checked: ContextVar[bool] = ContextVar("checked", default=False)
 
@@ -46,13 +46,13 @@ def install() -> None:
         if not hasattr(method.create_weights, "__wrapped__"):
             method.create_weights = _recording(method.create_weights, form)
             method.process_weights_after_loading = _checking(method.process_weights_after_loading, form)
-    stock: Any = vars(oracle)[_INVERTS]
+    stock: Any = vars(oracle)[INVERTS]
     if hasattr(stock, "__wrapped__"):
         return
     guarded = _inverting(stock)
     for name, module in list(sys.modules.items()):  # those that imported it by name before
-        if name.startswith("vllm.") and vars(module).get(_INVERTS) is stock:
-            setattr(module, _INVERTS, guarded)
+        if name.startswith("vllm.") and vars(module).get(INVERTS) is stock:
+            setattr(module, INVERTS, guarded)
 
 
 def consumed(backend: Any, use_a16: bool, per_token: bool = False) -> str:
@@ -147,7 +147,8 @@ def _scales(method: Any, layer: Any, form: str) -> RawExperts:
     experts, wide, packed = found["w2"].shape
     hidden = min(wide, config.hidden_dim_unpadded or wide)
     inter = min(2 * packed, config.intermediate_size_per_partition_unpadded or 2 * packed)
-    spec = ExpertsSpec(experts, hidden, inter, "silu" if gated else "relu2", False, layer.layer_name)
+    name = layer.layer_name.removesuffix(".routed_experts")
+    spec = ExpertsSpec(experts, hidden, inter, "silu" if gated else "relu2", False, name)
 
     def rows(w: Tensor) -> Tensor:
         halves = w.unflatten(1, (2, -1)) if gated else w.unsqueeze(1)
