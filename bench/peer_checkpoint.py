@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 OUT = Path(__file__).parents[1] / "compiled_moe" / "tests" / "data" / "modelopt"
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 16, "moe_intermediate_size": 16, "num_hidden_layers": 1, "num_experts": 3,
     "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 32,
     "max_position_embeddings": 64, "decoder_sparse_step": 1, "pad_token_id": 0, "tie_word_embeddings": False,

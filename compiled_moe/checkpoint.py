@@ -53,6 +53,11 @@ class Checkpoint:
         return tuple(Path(file) for file in dict.fromkeys(header.file for header in self.headers.values()))
 
     @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(header.nbytes for header in self.headers.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all shards."""
         return sum(file.stat().st_size for file in self.files)

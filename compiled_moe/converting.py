@@ -11,7 +11,6 @@ from nvfp4 import NVFP4Error
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .shards import Reader
-from .survey import nbytes
 from .writing import ShardWriter, modelopt_config
 
 _COPIED = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")
@@ -40,7 +39,7 @@ def convert(
             "converted, since ModelOpt's layout has one algorithm beside them"
         )
     writer, reader = open_writer(), Reader()
-    done, total = 0, sum(nbytes(header) for header in checkpoint.headers.values())
+    done, total = 0, checkpoint.tensor_bytes
     for layer in checkpoint.layers:
         for part in layer.parts:
             try:
@@ -51,7 +50,7 @@ def convert(
                 key = f"{layer.name}.{part.expert}.{part.projection}.{tensor}"
                 scale = tensor == "weight_scale"
                 writer.add(key, value.contiguous().view(torch.float8_e4m3fn) if scale else value)
-        done += sum(nbytes(h) for h in {part.header.key: part.header for part in layer.parts}.values())
+        done += sum(h.nbytes for h in {part.header.key: part.header for part in layer.parts}.values())
         if progress is not None:
             progress(done, total)
     for header in rest:

@@ -20,7 +20,6 @@ from .errors import CheckpointError
 from .names import ExpertKey
 from .parts import Part
 from .shards import Header, Reader, read_headers, read_json
-from .survey import nbytes
 from .writing import ShardWriter, modelopt_config
 
 _FLOATS = ("BF16", "F16", "F32")
@@ -107,7 +106,7 @@ class Plan:
         Raises:
             CheckpointError: weights that are not finite, a gate without its up, files that cannot be read or written.
         """
-        reader, done, total = Reader(), 0, sum(nbytes(h) for h in self.headers.values())
+        reader, done, total = Reader(), 0, sum(h.nbytes for h in self.headers.values())
         scales = _WeightScales(self, reader, device)
         for key, header in self.headers.items():
             for matrix in self.matrices.get(key, ()):
@@ -115,7 +114,7 @@ class Plan:
                     writer.add(name, value)
             if key not in self.matrices:
                 writer.add(key, reader.get(header))
-            done += nbytes(header)
+            done += header.nbytes
             if progress is not None:
                 progress(done, total)
         writer.close(modelopt_config(self.config, self.left_alone, amax is None))

@@ -50,7 +50,7 @@ class Filler:
         self.places = Places(model)
         self.reader = Reader()
         self.filled: dict[str, str] = {}
-        self._done, self._total = 0, checkpoint.nbytes
+        self._done, self._total = 0, checkpoint.tensor_bytes
 
     def run(self, progress: Progress | None = None) -> None:
         """Everything, then the account.
@@ -76,6 +76,7 @@ class Filler:
         if empty:
             raise CheckpointError(f"{len(empty)} tensors of the model are in no file: {_some(empty)}")
         self.model.to(self.device)
+        self._count(self._total, progress)
 
     def quantised(self, progress: Progress | None = None) -> set[str]:
         """Experts and dense NVFP4 layers only: read, checked, finalized and put in their places.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch import Tensor
 from .errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
+_SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
+_AGAIN = "fetch this file again; the others may stay"
 _JSON_LIMIT = 256 * 2**20
 
 
@@ -31,6 +34,11 @@ class Header:
         """Written file:key, for messages."""
         return f"{os.path.basename(self.file)}:{self.key}"
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return math.prod(self.shape) * _SIZES.get(self.dtype, 1)
+
 
 class Reader:
     """Tensors of a checkpoint; one shard is mapped at a time, so that read pages go with it."""
@@ -44,14 +52,14 @@ class Reader:
         try:
             return self._file(header.file).get_tensor(header.key)
         except SafetensorError as error:
-            raise CheckpointError(f"{header.source} cannot be read: {error}") from error
+            raise CheckpointError(f"{header.source} cannot be read: {error}; {_AGAIN}") from error
 
     def row(self, header: Header, index: int) -> Tensor:
         """One index of the first size; only its bytes are read."""
         try:
             return self._file(header.file).get_slice(header.key)[index : index + 1][0]
         except SafetensorError as error:
-            raise CheckpointError(f"{header.source}[{index}] cannot be read: {error}") from error
+            raise CheckpointError(f"{header.source}[{index}] cannot be read: {error}; {_AGAIN}") from error
 
     def close(self) -> None:
         """Unmap what is open."""
@@ -74,7 +82,7 @@ def open_shard(path: Path | str):
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}; {_AGAIN}") from error
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
@@ -94,7 +102,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
             absent, extra = listed - found.keys(), found.keys() - listed
             raise CheckpointError(
                 f"{path} and its index disagree: {len(absent)} keys only in the index, {len(extra)} only in the file, "
-                f"such as {min(absent | extra)}"
+                f"such as {min(absent | extra)}; fetch both again"
             )
         twice = headers.keys() & found.keys()
         if twice:

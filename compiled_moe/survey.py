@@ -6,7 +6,6 @@ question, or of all for a histogram of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,10 +18,9 @@ from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .layers import Layer
 from .parts import Part, codes_reader
-from .shards import Header, Reader
+from .shards import Reader
 
 SCHEMA_VERSION = 1
-_SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ def survey(
         measured = any(part.tensor == "input_scale" for layer in checkpoint.layers for part in layer.parts)
         precision = "w4a4_static" if measured else "w4a16"
     result = Survey(checkpoint, precision, ScaleReport(precision), codes=np.zeros(16, np.int64) if codes else None)
-    reader, done, total = Reader(), 0, sum(nbytes(h) for h in checkpoint.headers.values())
+    reader, done, total = Reader(), 0, checkpoint.tensor_bytes
     for layer in checkpoint.layers:
         one = _experts(layer, precision, reader)
         result.layers.append(one)
@@ -174,13 +172,8 @@ def _experts(layer: Layer, precision: str, reader: Reader) -> LayerSurvey:
     weight = torch.cat([t["w13_global_scale"], t["w2_global_scale"][:, None]], 1).T.numpy().copy()
     activation = torch.cat([t["a13_scale"], t["a2_scale"][:, None]], 1).T.numpy().copy()
     files = {part.header.key: part.header for part in layer.parts}
-    size = sum(nbytes(header) for header in files.values())
+    size = sum(header.nbytes for header in files.values())
     return LayerSurvey(layer, size, check(raw, precision), np.asarray(histogram), weight, activation)
-
-
-def nbytes(header: Header) -> int:
-    """Bytes of one tensor on disk."""
-    return math.prod(header.shape) * _SIZES.get(header.dtype, 1)
 
 
 def count_codes(part: Part, reader: Reader) -> np.ndarray:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import compiled_moe
 import nvfp4
@@ -175,6 +176,32 @@ def test_every_fault_names_its_key(fault, tmp_path):
         compiled_moe.load(written("dense_qwen", tmp_path, **changes)[1], device="cpu")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_progress_counts_bytes_up_to_all_of_them(family, tmp_path):
+    _, folder = written(family, tmp_path)
+    seen: list[tuple[int, int]] = []
+    model = compiled_moe.load(folder, device="cpu", progress=lambda done, total: seen.append((done, total)))
+    total = sum(t.nbytes for file in folder.glob("*.safetensors") for t in load_file(file).values())
+    assert model.nvfp4.checkpoint.tensor_bytes == total and {t for _, t in seen} == {total}
+    done = [d for d, _ in seen]
+    assert done == sorted(done) and done[-1] == total and done[len(done) // 2] < total and done[-2] > 0.9 * total
+
+
+@pytest.mark.parametrize("kind", ["truncated", "gone"])
+def test_a_broken_shard_is_named_with_what_to_do(kind, tmp_path):
+    _, folder = written("mixtral", tmp_path)
+    shard = folder / "model-00002-of-00002.safetensors"
+    if kind == "gone":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:-100])
+    message = (
+        r"model-00002-of-00002\.safetensors cannot be read as safetensors: .*fetch this file again; the others may"
+    )
+    with pytest.raises(compiled_moe.CheckpointError, match=message):
+        compiled_moe.load(folder, device="cpu")
+
+
 def test_a_module_on_the_ignore_list_may_not_be_quantised(tmp_path):
     _, folder = written("dense_qwen", tmp_path)
     config = json.loads((folder / "config.json").read_text())
@@ -201,8 +228,6 @@ print(kib("VmHWM") - before, held // 1024)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_host_memory_is_the_model_one_shard_and_one_expert(tmp_path):
     """Experts of 1.8 MB in four shards of 42 MB; 12 MiB are left for what Python and the allocator do meanwhile."""
-    from safetensors.torch import save_file
-
     from bench import synthetic_checkpoint
 
     sizes = {"layers": 4, "experts": 24, "hidden": 1024, "intermediate": 1024, "layers-per-shard": 1}

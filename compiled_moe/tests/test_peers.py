@@ -87,7 +87,8 @@ def of(raw, e, projection):
 
 @pytest.mark.parametrize("kind", ["plain", "wide", "outlier", "signed zeros"])
 def test_what_compressed_tensors_packs_is_read_as_its_own_values(kind, ct, tmp_path):
-    states, tensors = {}, {}
+    states: dict = {}
+    tensors: dict = {}
     for i, (e, p) in enumerate((e, p) for e in range(c.E) for p in c.GATED):
         states[e, p] = ct.compress(weights(c.shape(p, 608, 304), kind, i))
         tensors |= {f"{PREFIX}.{e}.{p}.{key}": value for key, value in states[e, p].items()}
