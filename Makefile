@@ -5,12 +5,15 @@ $(VENV)/bin/pytest: pyproject.toml .ci/constraints.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/pip install -q -c .ci/constraints.txt -e '.[dev]'
 
-.PHONY: run test lint
+.PHONY: run test test-engines lint
 run: $(VENV)/bin/pytest
 	$(VENV)/bin/compiled-moe generate
 
 test: $(VENV)/bin/pytest
 	$(VENV)/bin/pytest
+
+test-engines:
+	.ci/engines
 
 lint: $(VENV)/bin/pytest
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

@@ -294,7 +294,7 @@ def test_weights_reload_in_place(healthy, tmp_path):
             reload_weights(config, model, None, str(folder), True)
         assert torch.equal(run(layer), result) and not torch.equal(first, wanted)
         assert {n: p.data_ptr() for n, p in layer.named_parameters()} == places
-    with set_current_vllm_config(config), pytest.raises(nvfp4.ScaleError, match="expert 1: up_proj.weight_scale_2"):
+    with set_current_vllm_config(config), pytest.raises(nvfp4.ScaleError, match=r"expert 1: up_proj.weight_scale_2"):
         reload_weights(config, model, None, str(bad), True)
     assert torch.equal(run(layer), first)
 

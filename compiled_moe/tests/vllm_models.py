@@ -36,8 +36,8 @@ def experts(model):
 class Backend:
     """Lets vLLM's own NVFP4 methods load for a backend that a CPU has not.
 
-    Its selection and the kernel object are replaced, and with ``convert=False`` the change to the kernel's layout, which
-    needs a GPU; loading, the folding of scales and the quantisation config are vLLM's.
+    Its selection and the kernel object are replaced, and with ``convert=False`` the change to the kernel's layout,
+    which needs a GPU; loading, the folding of scales and the quantisation config are vLLM's.
     """
 
     def __init__(self, monkeypatch, backend, convert=False):
@@ -46,8 +46,8 @@ class Backend:
         from compiled_moe.engines.vllm import guard
 
         self.seen: list[dict] = []
+        kernels = SimpleNamespace(is_monolithic=lambda: False)
         for module in (modelopt, guard.compressed_tensors):
-            kernels = SimpleNamespace(is_monolithic=lambda: False)
             monkeypatch.setattr(module, "select_nvfp4_moe_backend", lambda **_: (backend, kernels))
             monkeypatch.setattr(module, "make_nvfp4_moe_kernel", lambda **_: _Kernel)
             if not convert:

@@ -99,7 +99,7 @@ class NVFP4Config(QuantizationConfig):
             return NVFP4LinearMethod(self, prefix, dummy()) if algorithm else UnquantizedLinearMethod()
         return None
 
-    def _experts(self, layer: torch.nn.Module, name: str) -> bool:
+    def _experts(self, layer: Any, name: str) -> bool:
         """Whether the files hold a layer of experts in NVFP4; they may list the layer, or each projection."""
         names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
         parts = tuple(n for n in names if n is not None)
