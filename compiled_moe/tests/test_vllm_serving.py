@@ -28,7 +28,7 @@ BASE = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_DISABLE_COMPILE_CACHE": "1",
 }  # fmt: skip
-WAYS = {
+WAYS: dict[str, dict] = {
     "eager": {},
     "compiled": {"enforce_eager": False},
     "tensor parallel": {"tensor_parallel_size": 2},
