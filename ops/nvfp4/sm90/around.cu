@@ -85,22 +85,13 @@ struct Sum {
 };
 
 __device__ __forceinline__ void add2(float* acc, u32 pair) {
-    float low, high;
-#if HALF
-    asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(low), "=f"(high) : "r"(pair));
-#else
-    low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xFFFF0000u);
-#endif
+    const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xFFFF0000u);
     acc[0] += low, acc[1] += high;
 }
 
 __device__ __forceinline__ u32 pack2(float low, float high) {
     u32 d;
-#if HALF
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-#else
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-#endif
     return d;
 }
 

@@ -26,9 +26,11 @@ class Tile:
     """One way to cut a grouped GEMM: what gemm.cu asks its includer to define.
 
     Attributes:
-        tokens: width of a tile, and ``widths`` the narrower products a tile with fewer rows may use.
+        tokens: width of a tile, and ``widths`` the products it may use, narrower ones for tiles with fewer rows.
         warpgroups, blocks: consumers, and 64-row blocks of each. depth: 64-column blocks per stage. stages: of the ring.
-        registers: of a producer's and of a consumer's thread.
+        registers: of a producer's and of a consumer's thread; (0, 0): what the compiler gives all.
+        producers: threads that fill the ring (128 where registers are given).
+        split: all warpgroups take the same rows and share out K. resident: blocks per SM.
     """
 
     tokens: int
@@ -37,12 +39,15 @@ class Tile:
     blocks: int
     depth: int
     stages: int
-    registers: tuple[int, int]
+    registers: tuple[int, int] = (0, 0)
+    producers: int = 128
+    split: bool = False
+    resident: int = 1
 
     @property
     def rows(self) -> int:
         """Weight rows of a tile."""
-        return self.warpgroups * self.blocks * 64
+        return self.blocks * 64 * (1 if self.split else self.warpgroups)
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,6 @@ class Gemm:
     kind: int = 0
     limited: bool = False
     scale: int = 0
-    half: bool = False
 
     def source(self) -> str:
         """CUDA C++ of this kernel."""
@@ -64,12 +68,12 @@ class Gemm:
             "NMAX": t.tokens, "WGS": t.warpgroups, "RB": t.blocks, "KB": t.depth, "STAGES": t.stages,
             "PRODUCER_REGS": t.registers[0], "CONSUMER_REGS": t.registers[1], "FIRST": int(self.first),
             "GATED": int(self.first and self.gated), "KIND": self.kind, "LIMITED": int(self.limited),
-            "SCALE": self.scale, "HALF": int(self.half),
+            "SCALE": self.scale, "SPLIT": int(t.split), "PRODUCERS": t.producers, "MIN_BLOCKS": t.resident,
             "FOR_VARIANTS(F)": " ".join(f"F({n})" for n in t.widths),
         }  # fmt: skip
         text = (FOLDER / "gemm.cu").read_text()
-        declared = "template <int N>\n__device__ void wgmma(float* d, const u32* a, u64 desc);\n"
-        products = declared + "".join(_wgmma(n, self.half) for n in t.widths)
+        declared = "template <int N>\n__device__ void wgmma(float* d, const u32* a, u32 desc);\n"
+        products = declared + "".join(_wgmma(n) for n in t.widths)
         return _defines(constants) + text.replace("// WGMMA_WRAPPERS", products)
 
     entry = "gemm"
@@ -80,28 +84,28 @@ class Around:
     """The kernels of around.cu."""
 
     entry: str
-    half: bool = False
 
     def source(self) -> str:
         """CUDA C++ of these kernels."""
-        return _defines({"HALF": int(self.half)}) + (FOLDER / "around.cu").read_text()
+        return (FOLDER / "around.cu").read_text()
 
 
 def _defines(constants: dict) -> str:
     return "".join(f"#define {name} {value}\n" for name, value in constants.items())
 
 
-def _wgmma(n: int, half: bool) -> str:
+def _wgmma(n: int) -> str:
     """The matrix instruction of 64 x n x 16 with A in registers, as a function of gemm.cu."""
-    regs, kind = n // 2, "f16" if half else "bf16"
+    regs = n // 2
     d = ", ".join(f"%{i}" for i in range(regs))
     a = ", ".join(f"%{regs + i}" for i in range(4))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(regs))
     return (
-        f"template <>\n__device__ __forceinline__ void wgmma<{n}>(float* d, const u32* a, u64 desc) {{\n"
-        f'    asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{d}}}, {{{a}}}, %{regs + 4}, '
-        f'1, 1, 1, 0;"\n        : {outputs}\n'
-        '        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc));\n}\n'
+        f"template <>\n__device__ __forceinline__ void wgmma<{n}>(float* d, const u32* a, u32 desc) {{\n"
+        f'    asm volatile("{{.reg .b64 b; mov.b64 b, {{%{regs + 4}, %{regs + 5}}}; "\n'
+        f'        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{d}}}, {{{a}}}, b, 1, 1, 1, 0;}}"\n'
+        f"        : {outputs}\n"
+        '        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(desc), "n"(DESCRIPTOR_HIGH));\n}\n'
     )
 
 

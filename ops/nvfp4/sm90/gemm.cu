@@ -6,10 +6,12 @@
 // block of 64 x 64 weights while the matrix instructions of the block before are in flight. Blocks stay on their SM and
 // take tiles in turn.
 //
-// The includer defines (see compile.py): NMAX tokens a tile; WGS consumer warpgroups; RB blocks of 64 weight rows per
-// warpgroup; KB blocks of 64 along K per stage; STAGES; GATED (1: gate and up interleaved in groups of 8 rows, for the
-// first GEMM with an up projection); FIRST (1: activation; 0: times the router weight); KIND, LIMITED; HALF (1: float16);
-// SCALE (0 none, 1 shared, 2 per expert, 3 per row); FOR_VARIANTS(F), a list of F(n) with the widths a tile may take.
+// The includer defines (see compile.py): NMAX tokens a tile; WGS consumer warpgroups; RB blocks of 64 weight rows each;
+// KB blocks of 64 along K per stage; STAGES; SPLIT (1: all warpgroups take the same rows and share out K); GATED (1: gate
+// and up interleaved in groups of 8 rows, for the first GEMM with an up projection); FIRST (1: activation; 0: times the
+// router weight); KIND, LIMITED; SCALE (0 none, 1 shared, 2 per expert, 3 per row); FOR_VARIANTS(F), a list of F(n) with
+// the widths a tile may take; PRODUCERS threads that fill the ring; PRODUCER_REGS and CONSUMER_REGS (0: as compiled);
+// MIN_BLOCKS per SM.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -17,8 +19,7 @@ typedef unsigned char u8;
 typedef unsigned short u16;
 
 struct Args {
-    const u8* codes;            // [E, rows/64, ceil(K/64), 2048]
-    const u8* scales;           // [E, rows/64, ceil(K/64), 256]
+    const u8* weights;          // [E, rows/64, ceil(K/64), 2304]: codes, then scales of a block
     const float* global_scale;  // [E, 2] or [E]
     const float* bias;          // [E, rows] in the order of the checkpoint, or null
     const u16* x;               // [*, K]
@@ -32,24 +33,26 @@ struct Args {
     float alpha, beta, limit;
 };
 
-constexpr int RBT = WGS * RB;
+constexpr int RBT = SPLIT ? RB : WGS * RB;
 constexpr int X_BYTES = KB * NMAX * 128;
-constexpr int CODE_BYTES = RBT * KB * 2048;
-constexpr int SCALE_BYTES = RBT * KB * 256;
+constexpr int BLOCK_BYTES = 2048 + 256;
+constexpr int WEIGHT_BYTES = RBT * KB * BLOCK_BYTES;
 constexpr int FEATURES = GATED ? 32 * RB : 64 * RB;  // of out, per warpgroup
 constexpr int PITCH = FEATURES * 2 + 16;             // bytes of a staged token, padded against bank conflicts
 constexpr int OUT_BYTES = NMAX * PITCH;
-constexpr int PRODUCER = WGS;
+constexpr int PER_STAGE = SPLIT ? KB / WGS * RB : KB * RB;  // blocks of one warpgroup
+constexpr int WRITERS = SPLIT ? 1 : WGS;               // warpgroups that store results
+constexpr int LOADS = NMAX * 8 / PRODUCERS > 0 ? NMAX * 8 / PRODUCERS : 1;  // 16-byte pieces of one block, per thread
 
 // Shared memory, from a 1024-byte boundary.
-constexpr int OFF_CODES = STAGES * X_BYTES;
-constexpr int OFF_SCALES = OFF_CODES + STAGES * CODE_BYTES;
-constexpr int OFF_OUT = OFF_SCALES + STAGES * SCALE_BYTES;
-constexpr int OFF_SLOT = OFF_OUT + WGS * OUT_BYTES;
-constexpr int OFF_FACTOR = OFF_SLOT + WGS * NMAX * 4;
-constexpr int OFF_FULL = OFF_FACTOR + WGS * NMAX * 4;
+constexpr int OFF_WEIGHTS = STAGES * X_BYTES;
+constexpr int OFF_OUT = OFF_WEIGHTS + STAGES * WEIGHT_BYTES;
+constexpr int OFF_SUM = OFF_OUT + WRITERS * OUT_BYTES;
+constexpr int OFF_SLOT = OFF_SUM + (SPLIT ? (WGS - 1) * RB * NMAX * 256 : 0);
+constexpr int OFF_FACTOR = OFF_SLOT + WRITERS * NMAX * 4;
+constexpr int OFF_FULL = OFF_FACTOR + WRITERS * NMAX * 4;
 constexpr int OFF_EMPTY = OFF_FULL + STAGES * 8;
-constexpr int SMEM_BYTES = OFF_EMPTY + STAGES * 8 + 1024;
+constexpr int SMEM_BYTES = OFF_EMPTY + STAGES * 8 + 8 + 1024;
 extern "C" __device__ const int smem_bytes = SMEM_BYTES;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -83,62 +86,45 @@ __device__ __forceinline__ void copies_arrive(u32 bar) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 __device__ __forceinline__ void warpgroup_sync(int wg) { asm volatile("bar.sync %0, 128;" ::"r"(wg + 1) : "memory"); }
-__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void all_sync(int id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(WGS * 128) : "memory"); }
+__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;"); }
+__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;"); }
 template <int N>
 __device__ __forceinline__ void mma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N));
 }
 
-// 8 columns of 64 elements: 128-byte rows, the 128-byte swizzle, 1024 bytes from one group of 8 rows to the next.
-__device__ __forceinline__ u64 token_descriptor(u32 address) {
-    return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
-}
+// Known to the compiler as the same in all lanes: what follows from it takes uniform registers.
+__device__ __forceinline__ int uniform(int v) { return __shfl_sync(~0u, v, 0); }
 
-__device__ __forceinline__ u32 multiply2(u32 a, u32 b) {
+// Operand B: rows of 64 elements (128 bytes) in the 128-byte swizzle, 1024 bytes from one group of 8 rows to the next.
+__device__ __forceinline__ u32 token_descriptor(u32 address) { return (address & 0x3FFFF) >> 4 | 1 << 16; }
+constexpr u32 DESCRIPTOR_HIGH = 1024 >> 4 | 1 << 30;
+
+// a times the low (0) or high (1) half of s, both halves; one instruction.
+template <int HIGH>
+__device__ __forceinline__ u32 times(u32 a, u32 s) {
     u32 d;
-#if HALF
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-#else
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-#endif
+    if (HIGH)
+        asm("{.reg .b16 l, h; .reg .b32 t; mov.b32 {l, h}, %2; mov.b32 t, {h, h}; mul.rn.bf16x2 %0, %1, t;}" : "=r"(d) : "r"(a), "r"(s));
+    else
+        asm("{.reg .b16 l, h; .reg .b32 t; mov.b32 {l, h}, %2; mov.b32 t, {l, l}; mul.rn.bf16x2 %0, %1, t;}" : "=r"(d) : "r"(a), "r"(s));
     return d;
 }
 
-// Scale byte i of word, twice. The byte is exponent 5, mantissa 3, bias 10; bf16: scale * 2^118, float16: scale * 2^6.
-__device__ __forceinline__ u32 scale_pair(u32 word, int i) {
-    u32 pair = __byte_perm(word, 0, 0x4040 | i | i << 8);
-#if HALF
-    return pair * 128 + 0x2C002C00u;
-#else
-    return pair * 16 + 0x75807580u;
-#endif
-}
-
-// Eight codes of one word (layout.py says which bits) to the A fragment of one m64k16, times scale / 256.
-__device__ __forceinline__ void decode(u32 w, u32 s0, u32 s1, u32* a) {
-#if HALF
-    const u32 sign = 0x80008000u, mag = 0x0E000E00u;
-    a[0] = (w & sign) | (w << 3 & mag);
-    a[1] = (w << 3 & sign) | (w << 6 & mag);
-    a[2] = (w << 6 & sign) | (w << 9 & mag);
-    a[3] = (w << 1 & sign) | (w & 0x0C000C00u) | (w >> 4 & 0x02000200u);
-#else
-    const u32 three = 0x81C081C0u;
-    a[0] = w & three;
-    a[1] = w << 3 & three;
-    a[2] = w << 6 & three;
-    a[3] = (w << 1 & 0x80008000u) | (w >> 3 & 0x01800180u) | (w >> 7 & 0x00400040u);
-#endif
-    a[0] = multiply2(a[0], s0);
-    a[1] = multiply2(a[1], s1);
-    a[2] = multiply2(a[2], s0);
-    a[3] = multiply2(a[3], s1);
+// Eight codes of one word to the A fragment of one m64k16 (layout.py says which bits are whose), 2^-19 of their values:
+// the bits are 2^-126 of e2m1 read as bfloat16, subnormals included, and the scales 2^107 of theirs. Exact.
+__device__ __forceinline__ void decode(u32 w, u32 scales, u32* a) {
+    const u32 mask = 0x81C081C0u;
+    a[0] = times<0>(w & mask, scales);
+    a[1] = times<1>(w << 6 & mask, scales);
+    a[2] = times<0>(__funnelshift_r(w, w, 4) & mask, scales);
+    a[3] = times<1>((w << 2 & 0x80C080C0u) | (w >> 6 & 0x01000100u), scales);
 }
 
 __device__ __forceinline__ float sigmoid(float v) {
     float z = __expf(-fabsf(v));
-    return (v >= 0 ? 1.f : z) / (1.f + z);
+    return __fdividef(v >= 0 ? 1.f : z, 1.f + z);
 }
 __device__ __forceinline__ float clamp_above(float v, float top) { return v > top ? top : v; }  // keeps NaN
 __device__ __forceinline__ float clamp_both(float v, float top) { return v > top ? top : v < -top ? -top : v; }
@@ -164,11 +150,7 @@ __device__ __forceinline__ float activate(float g, float u, const Args& a) {
 
 __device__ __forceinline__ u32 pack2(float low, float high) {
     u32 d;
-#if HALF
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-#else
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-#endif
     return d;
 }
 
@@ -182,57 +164,64 @@ struct Ring {
     }
 };
 
+__device__ __forceinline__ int4 tile_part(const Args& a, int tile) {
+    const int4 part = a.tiles[tile / a.row_tiles];
+    return make_int4(uniform(part.x), uniform(part.y), uniform(part.z), 0);
+}
+
 __device__ __forceinline__ void produce(const Args& a, u32 base, u32 full, u32 empty) {
-    const int t = threadIdx.x & 127, chunk = t & 7, lane_row = t >> 3;
-    const int target = lane_row * 128 + ((chunk ^ (lane_row & 7)) << 4);
+    const int t = threadIdx.x - WGS * 128, chunk = t & 7, lane_row = t >> 3, warp = t >> 5, lane = t & 31;
+    constexpr int WARPS = PRODUCERS / 32;
+    constexpr int ROWS = PRODUCERS / 8;  // rows of one load; with 4, the swizzle alternates
+    const u32 even = lane_row * 128 + ((chunk ^ (lane_row & 7)) << 4);
+    const u32 odd = ROWS == 4 ? even ^ 64 : even;  // row + 4
     const int kt = (a.K + 63) / 64, steps = (kt + KB - 1) / KB;
-    const int total = *a.num_tiles * a.row_tiles;
+    const int total = uniform(*a.num_tiles * a.row_tiles);
     Ring ring;
     for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
-        const int4 part = a.tiles[tile / a.row_tiles];
+        const int4 part = tile_part(a, tile);
         const int block = tile % a.row_tiles * RBT;
-        const int blocks = min(RBT, a.blocks - block);
-        const u8* codes = a.codes + ((u64)part.x * a.blocks + block) * kt * 2048;
-        const u8* scales = a.scales + ((u64)part.x * a.blocks + block) * kt * 256;
-        int rows[(NMAX + 15) / 16];
+        const int blocks = min(RBT, a.blocks - block), mine = max(0, (blocks - warp + WARPS - 1) / WARPS);
+        // Each producer warp brings some of the row blocks.
+        const u8* weights = a.weights + ((u64)part.x * a.blocks + block) * kt * BLOCK_BYTES;
+        const u16* x[LOADS];
 #pragma unroll
-        for (int i = 0; i < (NMAX + 15) / 16; ++i) {
-            const int r = lane_row + i * 16;
-            rows[i] = r < part.z ? a.order[part.y + r] / a.divisor : -1;
+        for (int i = 0; i < LOADS; ++i) {
+            const int r = lane_row + i * ROWS;
+            x[i] = a.x + (r < part.z ? (u64)(a.order[part.y + r] / a.divisor) * a.K + chunk * 8 : 0);
         }
+        int k = chunk * 8;
 #pragma unroll 1
         for (int s = 0; s < steps; ++s, ring.next()) {
             const u32 bar = full + ring.stage * 8;
             bar_wait(empty + ring.stage * 8, ring.phase ^ 1);
             const int live = min(KB, kt - s * KB);
-            if (t == 0) {
-                bar_expect(bar, blocks * live * (2048 + 256));
-#pragma unroll 1
-                for (int b = 0; b < blocks; ++b) {
-                    bulk_copy(base + OFF_CODES + ring.stage * CODE_BYTES + b * KB * 2048,
-                              codes + ((u64)b * kt + s * KB) * 2048, live * 2048, bar);
-                    bulk_copy(base + OFF_SCALES + ring.stage * SCALE_BYTES + b * KB * 256,
-                              scales + ((u64)b * kt + s * KB) * 256, live * 256, bar);
-                }
-            }
-            if (KB > 1 && live < KB) {  // an odd number of blocks along K: one of zero weights
-#pragma unroll 1
-                for (int b = 0; b < RBT; ++b) {
-                    copy_16(base + OFF_CODES + ring.stage * CODE_BYTES + (b * KB + 1) * 2048 + t * 16, a.x, 0);
-                    if (t < 16) copy_16(base + OFF_SCALES + ring.stage * SCALE_BYTES + (b * KB + 1) * 256 + t * 16, a.x, 0);
-                }
-            }
+            const u32 slot = base + OFF_WEIGHTS + ring.stage * WEIGHT_BYTES;
+            if (lane == 0) {
+                bar_expect(bar, mine * live * BLOCK_BYTES);
 #pragma unroll
-            for (int kb = 0; kb < KB; ++kb) {
-                const int k = (s * KB + kb) * 64 + chunk * 8;
-                const u32 to = base + ring.stage * X_BYTES + kb * NMAX * 128 + target;
-                // Zeros past K. Rows past the last stay what they are, for nobody reads their columns.
-                const u32 bytes = k < a.K ? 16 : 0;
-                const u16* x = a.x + (k < a.K ? k : 0);
-#pragma unroll
-                for (int i = 0; i < (NMAX + 15) / 16; ++i)
-                    if (rows[i] >= 0) copy_16(to + i * 2048, x + (u64)rows[i] * a.K, bytes);
+                for (int b = 0; b < RBT; b += WARPS)
+                    if (b + warp < blocks)
+                        bulk_copy(slot + (b + warp) * KB * BLOCK_BYTES, weights + (u64)(b + warp) * kt * BLOCK_BYTES,
+                                  live * BLOCK_BYTES, bar);
             }
+            weights += KB * BLOCK_BYTES;
+            if (KB > 1 && live < KB) {  // K has ended within the stage: blocks of zero weights
+#pragma unroll 1
+                for (int b = 0; b < RBT * KB; ++b)
+                    if (b % KB >= live)
+                        for (int i = t; i < BLOCK_BYTES / 16; i += PRODUCERS) copy_16(slot + b * BLOCK_BYTES + i * 16, a.x, 0);
+            }
+            const u32 to = base + ring.stage * X_BYTES;
+#pragma unroll
+            for (int kb = 0; kb < KB; ++kb)
+#pragma unroll
+                for (int i = 0; i < LOADS; ++i)  // zeros past K; nobody reads the columns of rows past the last
+                    if (lane_row + i * ROWS < part.z)
+                        copy_16(to + (i & 1 ? odd : even) + (kb * NMAX + i * ROWS) * 128, x[i] + kb * 64, k + kb * 64 < a.K ? 16 : 0);
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i) x[i] += KB * 64;
+            k += KB * 64;
             copies_arrive(bar);
         }
     }
@@ -240,10 +229,13 @@ __device__ __forceinline__ void produce(const Args& a, u32 base, u32 full, u32 e
 
 // One block of 64 x 64 weights: decode, then four matrix instructions; returns when the block before is done.
 template <int N>
-__device__ __forceinline__ void block(float (&acc)[N / 2], u32 (&frag)[16], const uint4& w, const uint2& s, u64 desc) {
-    const u32* words = &w.x;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) decode(words[k], scale_pair(s.x, k), scale_pair(s.y, k), frag + 4 * k);
+__device__ __forceinline__ void block(float (&acc)[N / 2], u32 (&frag)[16], uint4& w, const uint2& s, u32 high, u32 desc) {
+    asm volatile("" : "+r"(w.x), "+r"(w.y), "+r"(w.z), "+r"(w.w));  // not before the wait: frag was in use until then
+    const u32 keep = 0x0FF00FF0u;
+    decode(w.x, (s.x & keep) | high, frag);
+    decode(w.y, (__funnelshift_r(s.x, s.x, 8) & keep) | high, frag + 4);
+    decode(w.z, (s.y & keep) | high, frag + 8);
+    decode(w.w, (__funnelshift_r(s.y, s.y, 8) & keep) | high, frag + 12);
     mma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) wgmma<N>(acc, frag + 4 * k, desc + 2 * k);
@@ -254,6 +246,7 @@ __device__ __forceinline__ void block(float (&acc)[N / 2], u32 (&frag)[16], cons
 template <int N>
 __device__ __forceinline__ void multiply(float (&acc)[RB][N / 2], Ring& ring, const Args& a, u32 base, u8* smem,
                                          u32 full, u32 empty, int wg) {
+    const u32 spare = empty + STAGES * 8;  // a barrier that nobody waits for: before the first stage
     const int t = threadIdx.x & 127;
     const int steps = ((a.K + 63) / 64 + KB - 1) / KB;
     u32 frag[2][16];
@@ -261,24 +254,36 @@ __device__ __forceinline__ void multiply(float (&acc)[RB][N / 2], Ring& ring, co
     for (int r = 0; r < RB; ++r)
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) acc[r][i] = 0.f;
+    const int first = SPLIT ? wg : wg * RB * KB;
+    u32 high;
+    asm volatile("mov.u32 %0, 0x70007000;" : "=r"(high));  // in a register: with two immediates, one operation more
+    u32 previous = spare;
     for (int step = 0; step < steps; ++step) {
         bar_wait(full + ring.stage * 8, ring.phase);
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        const u8* codes = smem + OFF_CODES + ring.stage * CODE_BYTES + wg * RB * KB * 2048 + t * 16;
-        const u8* scales = smem + OFF_SCALES + ring.stage * SCALE_BYTES + wg * RB * KB * 256 + (t >> 2) * 8;
-        uint4 w[KB * RB];
-        uint2 s[KB * RB];
+        const u8* codes = smem + OFF_WEIGHTS + ring.stage * WEIGHT_BYTES + first * BLOCK_BYTES + t * 16;
+        const u8* scales = codes + 2048 - t * 16 + (t >> 2) * 8;
+        u32 tokens = uniform(token_descriptor(base + ring.stage * X_BYTES + (SPLIT ? wg * NMAX * 128 : 0)));
+#pragma unroll 1
+        for (int pair = 0; pair < PER_STAGE / 2; ++pair) {  // unrolled further, ptxas would wait after every instruction
+            // RB 2: two row blocks of one column block. RB 1: two column blocks.
+            constexpr int APART = RB == 2 ? KB : SPLIT ? WGS : 1, ON = RB == 2 ? (SPLIT ? WGS : 1) : 2 * APART;
+            constexpr int TOKENS = NMAX * 128 >> 4;
+            uint4 w[2];
+            uint2 s[2];
 #pragma unroll
-        for (int i = 0; i < KB * RB; ++i) {
-            w[i] = *(const uint4*)(codes + (i % RB * KB + i / RB) * 2048);
-            s[i] = *(const uint2*)(scales + (i % RB * KB + i / RB) * 256);
-        }
+            for (int i = 0; i < 2; ++i) {
+                w[i] = *(const uint4*)(codes + i * APART * BLOCK_BYTES);
+                s[i] = *(const uint2*)(scales + i * APART * BLOCK_BYTES);
+            }
 #pragma unroll
-        for (int i = 0; i < KB * RB; ++i) {
-            const u64 desc = token_descriptor(base + ring.stage * X_BYTES + i / RB * NMAX * 128);
-            block<N>(acc[i % RB], frag[i & 1], w[i], s[i], desc);
-            if (i == 0 && step) bar_arrive(empty + (ring.stage ? ring.stage - 1 : STAGES - 1) * 8);
+            for (int i = 0; i < 2; ++i) {
+                block<N>(acc[i % RB], frag[i], w[i], s[i], high, tokens + (RB == 2 ? 0 : i * APART * TOKENS));
+                if (i == 0 && pair == 0) bar_arrive(previous);
+            }
+            codes += ON * BLOCK_BYTES, scales += ON * BLOCK_BYTES, tokens += ON * TOKENS;
         }
+        previous = empty + ring.stage * 8;
         ring.next();
     }
     mma_wait<0>();
@@ -286,7 +291,27 @@ __device__ __forceinline__ void multiply(float (&acc)[RB][N / 2], Ring& ring, co
     for (int r = 0; r < RB; ++r)
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(acc[r][i])::"memory");
-    bar_arrive(empty + (ring.stage ? ring.stage - 1 : STAGES - 1) * 8);
+    bar_arrive(previous);
+}
+
+// SPLIT: the shares of all warpgroups, added up by the first in their order.
+template <int N>
+__device__ __forceinline__ void gather(float (&acc)[RB][N / 2], u8* smem, int wg) {
+    float* sums = (float*)(smem + OFF_SUM) + (threadIdx.x & 127);
+    all_sync(9);  // the tile before has been read
+    if (wg)
+#pragma unroll
+        for (int r = 0; r < RB; ++r)
+#pragma unroll
+            for (int i = 0; i < N / 2; ++i) sums[(((wg - 1) * RB + r) * (N / 2) + i) * 128] = acc[r][i];
+    all_sync(10);
+    if (!wg)
+#pragma unroll
+        for (int other = 0; other < WGS - 1; ++other)
+#pragma unroll
+            for (int r = 0; r < RB; ++r)
+#pragma unroll
+                for (int i = 0; i < N / 2; ++i) acc[r][i] += sums[((other * RB + r) * (N / 2) + i) * 128];
 }
 
 template <int N>
@@ -295,9 +320,9 @@ __device__ __forceinline__ void finish(float (&acc)[RB][N / 2], const Args& a, c
     const int t = threadIdx.x & 127, warp = t >> 5, lane = t & 31, r0 = lane >> 2;
     int* slots = (int*)(smem + OFF_SLOT) + wg * NMAX;
     float* factors = (float*)(smem + OFF_FACTOR) + wg * NMAX;
-    u8* staged = smem + OFF_OUT + wg * OUT_BYTES;
-    float g0 = 256.f * a.global_scale[part.x * (1 + GATED)];
-    float g1 = GATED ? 256.f * a.global_scale[part.x * 2 + 1] : g0;
+    u8* staged = smem + OFF_OUT + wg * OUT_BYTES;  // decode left 2^-19 of every weight
+    float g0 = 524288.f * a.global_scale[part.x * (1 + GATED)];
+    float g1 = GATED ? 524288.f * a.global_scale[part.x * 2 + 1] : g0;
     warpgroup_sync(wg);  // slots and factors are there; the tile before has left
 #pragma unroll
     for (int r = 0; r < RB; ++r) {
@@ -337,19 +362,34 @@ __device__ __forceinline__ void finish(float (&acc)[RB][N / 2], const Args& a, c
             if (!GATED) packed[GATED ? 0 : 1][j] = pack2(v[2], v[3]);
         }
         // Transposed by stmatrix: 8 features of one token become 16 consecutive bytes.
-        const u32 to = shared_address(staged) + (GATED ? r * 64 + warp * 16 : r * 128 + warp * 32);
+        constexpr int HALVES = GATED ? 1 : 2, TOGETHER = 4 / HALVES;
+        const int which = lane >> 3;  // of the four matrices that this lane's address is for
+        const u32 to = shared_address(staged) + (GATED ? r * 64 + warp * 16 : r * 128 + warp * 32) + which % HALVES * 16 +
+                       (which / HALVES * 8 + (lane & 7)) * PITCH;
 #pragma unroll
-        for (int j = 0; j < N / 8; ++j)
+        for (int j = 0; j < N / 8; j += TOGETHER) {
+            if (j + TOGETHER <= N / 8) {
+                u32 m[4];
 #pragma unroll
-            for (int half = 0; half < (GATED ? 1 : 2); ++half)
-                asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(
-                                 to + (j * 8 + (lane & 7)) * PITCH + half * 16),
-                             "r"(packed[half][j])
+                for (int i = 0; i < 4; ++i) m[i] = packed[i % HALVES][j + i / HALVES];
+                asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + j * 8 * PITCH),
+                             "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
                              : "memory");
+            } else {
+#pragma unroll
+                for (int i = 0; i < (N / 8 - j) * HALVES; ++i)
+                    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(
+                                     shared_address(staged) + (GATED ? r * 64 + warp * 16 : r * 128 + warp * 32) +
+                                     i % HALVES * 16 + ((j + i / HALVES) * 8 + (lane & 7)) * PITCH),
+                                 "r"(packed[i % HALVES][j + i / HALVES])
+                                 : "memory");
+            }
+        }
     }
     warpgroup_sync(wg);
     constexpr int CHUNKS = FEATURES / 8;
     const int column = (block + wg * RB) * (GATED ? 32 : 64);
+#pragma unroll 4
     for (int i = t; i < part.z * CHUNKS; i += 128) {
         const int token = i / CHUNKS, c = column + i % CHUNKS * 8;
         if (c < a.width)
@@ -361,13 +401,15 @@ __device__ __forceinline__ void consume(const Args& a, u32 base, u8* smem, u32 f
     const int t = threadIdx.x & 127;
     int* slots = (int*)(smem + OFF_SLOT) + wg * NMAX;
     float* factors = (float*)(smem + OFF_FACTOR) + wg * NMAX;
-    const int total = *a.num_tiles * a.row_tiles;
+    const int total = uniform(*a.num_tiles * a.row_tiles);
     Ring ring;
     for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
-        const int4 part = a.tiles[tile / a.row_tiles];
+        const int4 part = tile_part(a, tile);
         const int block = tile % a.row_tiles * RBT;
-        warpgroup_sync(wg);  // the copy-out of the tile before has read its slots
-        if (t < NMAX) {
+        if (wg < WRITERS) {
+            warpgroup_sync(wg);  // the copy-out of the tile before has read its slots
+        }
+        if (wg < WRITERS && t < NMAX) {
             const int slot = t < part.z ? a.order[part.y + t] : -1;
             float factor = 1.f;
             if (FIRST && SCALE) factor = SCALE == 3 ? (slot >= 0 ? a.row_scale[slot / a.divisor] : 1.f)
@@ -380,28 +422,34 @@ __device__ __forceinline__ void consume(const Args& a, u32 base, u8* smem, u32 f
     if (part.z <= n) {                                           \
         float acc[RB][n / 2];                                    \
         multiply<n>(acc, ring, a, base, smem, full, empty, wg);  \
-        finish<n>(acc, a, part, block, smem, wg);                \
+        if (SPLIT) gather<n>(acc, smem, wg);                     \
+        if (wg < WRITERS) finish<n>(acc, a, part, block, smem, wg); \
         continue;                                                \
     }
         FOR_VARIANTS(VARIANT)
     }
 }
 
-extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, 1) gemm(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(WGS * 128 + PRODUCERS, MIN_BLOCKS) gemm(const __grid_constant__ Args a) {
     extern __shared__ u8 raw[];
     u8* smem = raw + (1024 - (shared_address(raw) & 1023)) % 1024;
     const u32 base = shared_address(smem), full = base + OFF_FULL, empty = base + OFF_EMPTY;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) bar_init(full + i * 8, 128 + 1), bar_init(empty + i * 8, WGS * 4);
+        for (int i = 0; i < STAGES; ++i) bar_init(full + i * 8, PRODUCERS + PRODUCERS / 32), bar_init(empty + i * 8, WGS * 4);
+        bar_init(empty + STAGES * 8, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    const int wg = threadIdx.x >> 7;
-    if (wg == PRODUCER) {
+    const int wg = uniform(threadIdx.x >> 7);
+    if (wg == WGS) {
+#if PRODUCER_REGS
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGS));
+#endif
         produce(a, base, full, empty);
     } else {
+#if CONSUMER_REGS
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGS));
+#endif
         consume(a, base, smem, full, empty, wg);
     }
 }

@@ -16,7 +16,7 @@ _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
 class _Gemm(ctypes.Structure):
     _fields_ = [
-        *((n, _P) for n in ("codes", "scales", "global_scale", "bias", "x", "row_scale", "router", "order", "tiles",
+        *((n, _P) for n in ("weights", "global_scale", "bias", "x", "row_scale", "router", "order", "tiles",
                             "num_tiles", "out")),
         *((n, _I) for n in ("K", "width", "blocks", "row_tiles", "divisor")),
         *((n, _F) for n in ("alpha", "beta", "limit")),
@@ -44,14 +44,13 @@ def _pointer(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
-def run(out, x, ids, router, w13, s13, g13, w2, s2, g2, b13, b2, expert_map, inter, tile1, tile2, *,
+def run(out, x, ids, router, w13, g13, w2, g2, b13, b2, expert_map, inter, tile1, tile2, *,
         activation, alpha, beta, limit, processors):
     """w4a16 into out."""
     experts, hidden = g2.shape[0], out.shape[1]
     slots, top_k = ids.numel(), ids.shape[1]
     num_ids = experts if expert_map is None else expert_map.numel()
     gated = is_gated(activation)
-    half = x.dtype == torch.float16
     device = x.device.index
     stream = torch._C._cuda_getCurrentRawStream(device)
     most = min(slots, experts + slots // tile1.tokens)
@@ -68,22 +67,22 @@ def run(out, x, ids, router, w13, s13, g13, w2, s2, g2, b13, b2, expert_map, int
     h = x.new_empty((slots, inter))
     for first in (True, False):
         tile = tile1 if first else tile2
-        spec = build.Gemm(tile, first, gated, ACTIVATIONS[activation] if first else 0, first and limit is not None, 0, half)
+        spec = build.Gemm(tile, first, gated, ACTIVATIONS[activation] if first else 0, first and limit is not None, 0)
         kernel = build.kernel(spec, device)
         if first:
-            a = (w13, s13, g13, b13, x, None, router)
+            a = (w13, g13, b13, x, None, router)
             width, k, blocks = inter, hidden, blocks_of(inter, gated)
             target = h
         else:
-            a = (w2, s2, g2, b2, h, None, router)
+            a = (w2, g2, b2, h, None, router)
             width, k, blocks = hidden, inter, blocks_of(hidden, False)
             target = x.new_empty((slots, hidden))
         row_tiles = -(-blocks * 64 // tile.rows)
-        grid = min(processors * (1 if kernel.smem > 113 * 1024 else 2), most * row_tiles)
-        kernel.launch((grid, 1), (tile.warpgroups + 1) * 128, _Gemm(
+        grid = min(processors * tile.resident, most * row_tiles)
+        kernel.launch((grid, 1), tile.warpgroups * 128 + tile.producers, _Gemm(
             *map(_pointer, a), order, tiles, num_tiles, target.data_ptr(), k, width, blocks, row_tiles,
             top_k if first else 1, alpha, beta, 0.0 if limit is None else limit), stream)
-    total = build.kernel(build.Around("sum", half), device)
+    total = build.kernel(build.Around("sum"), device)
     total.launch((x.shape[0], -(-hidden // 2048)), 256, _Sum(target.data_ptr(), ids.data_ptr(), _pointer(expert_map),
                  out.data_ptr(), hidden, top_k, num_ids, experts, wide, wide_map), stream)
     return out
