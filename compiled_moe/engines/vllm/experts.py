@@ -149,7 +149,7 @@ class NVFP4ExpertsMethod(FusedMoEMethodBase):
             else:
                 self.weights.update_(raw)
         except ScaleError as error:
-            raise ScaleError(with_global_ids(error.report, layer)) from error
+            raise ScaleError(with_global_ids(error.report, layer)) from None
         for suffix in TENSORS[self.format]:
             for part in ("w13", "w2"):
                 delattr(layer, f"{part}_{suffix}")
