@@ -7,7 +7,9 @@ typedef unsigned short u16;
 struct Sort {
     const void* ids;     // [slots] global expert ids
     const void* map;     // global to local ids, or null
+    const float* router; // [slots]
     int* order;          // [slots] out: live slots by expert, in their order
+    float* sorted;       // [slots] out: their router weights
     int4* tiles;         // out: expert, first sorted row, rows, 0
     int* num_tiles;      // out
     u64* health;         // tokens per expert are added here, or null
@@ -26,48 +28,50 @@ __device__ __forceinline__ int local_expert(const Sort& a, int slot) {
     return (int)id;
 }
 
-// Sums of a and b over the block; every thread gets them, and v becomes the sum of v over the threads before.
-__device__ __forceinline__ void scan(int& v, int& a, int& b) {
-    __shared__ int sums[3][32];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    int run = v;
-    for (int d = 1; d < 32; d *= 2) {
-        int up = __shfl_up_sync(~0u, run, d);
-        if (lane >= d) run += up;
-    }
-    for (int d = 16; d; d /= 2) a += __shfl_xor_sync(~0u, a, d), b += __shfl_xor_sync(~0u, b, d);
-    if (lane == 31) sums[0][warp] = run, sums[1][warp] = a, sums[2][warp] = b;
-    __syncthreads();
-    v = run - v, a = 0, b = 0;
-    for (int w = 0; w < warps; ++w) {
-        if (w < warp) v += sums[0][w];
-        a += sums[1][w], b += sums[2][w];
-    }
+__device__ __forceinline__ int warp_sum(int v) {
+    for (int d = 16; d; d /= 2) v += __shfl_xor_sync(~0u, v, d);
+    return v;
 }
 
-// One block per expert; each counts all ids, so that no block waits for another. No order depends on timing.
+// One block per expert; each counts all ids, so that no block waits for another. Each warp takes a run of slots, 32 at a
+// time: what it writes follows from the counts of the warps before it, never from timing.
 extern "C" __global__ void __launch_bounds__(1024) sort(const __grid_constant__ Sort a) {
     __shared__ int counts[MAX_EXPERTS];
-    const int e = blockIdx.x, t = threadIdx.x, lane = t & 31;
+    __shared__ int sums[3][32];
+    const int e = blockIdx.x, t = threadIdx.x, lane = t & 31, warp = t >> 5, warps = blockDim.x >> 5;
     for (int i = t; i < a.experts; i += blockDim.x) counts[i] = 0;
     __syncthreads();
-    const int share = (a.slots + blockDim.x - 1) / blockDim.x;
-    const int first = t * share, last = min(a.slots, first + share);
+    const int share = ((a.slots + warps - 1) / warps + 31) / 32 * 32;
+    const int first = min(a.slots, warp * share), last = min(a.slots, first + share);
     int mine = 0;
-    for (int i = 0; i < share; ++i) {
-        const int expert = first + i < last ? local_expert(a, first + i) : -1;
+#pragma unroll 4
+    for (int i = first + lane; i - lane < last; i += 32) {
+        const int expert = i < last ? local_expert(a, i) : -1;
         const u32 same = __match_any_sync(~0u, expert);
         if (expert >= 0 && lane == __ffs(same) - 1) atomicAdd(&counts[expert], __popc(same));
-        mine += expert == e;
+        mine += __popc(__ballot_sync(~0u, expert == e));
     }
     __syncthreads();
-    int start = 0, tile = 0, place = mine;
+    int start = 0, tile = 0;
     for (int i = t; i < e; i += blockDim.x) start += counts[i], tile += (counts[i] + a.tile - 1) / a.tile;
-    scan(place, start, tile);
-    const int count = counts[e], tiles = (count + a.tile - 1) / a.tile;
+    start = warp_sum(start), tile = warp_sum(tile);
+    if (lane == 0) sums[0][warp] = start, sums[1][warp] = tile, sums[2][warp] = mine;
+    __syncthreads();
+    const bool there = lane < warps;
+    start = warp_sum(there ? sums[0][lane] : 0), tile = warp_sum(there ? sums[1][lane] : 0);
+    int to = start + warp_sum(lane < warp ? sums[2][lane] : 0);
     if (mine)
-        for (int i = first, to = start + place; i < last; ++i)
-            if (local_expert(a, i) == e) a.order[to++] = i;
+#pragma unroll 4
+        for (int i = first + lane; i - lane < last; i += 32) {
+            const bool hit = i < last && local_expert(a, i) == e;
+            const u32 hits = __ballot_sync(~0u, hit);
+            if (hit) {
+                const int place = to + __popc(hits & ((1u << lane) - 1));
+                a.order[place] = i, a.sorted[place] = a.router[i];
+            }
+            to += __popc(hits);
+        }
+    const int count = counts[e], tiles = (count + a.tile - 1) / a.tile;
     for (int i = t; i < tiles; i += blockDim.x)
         a.tiles[tile + i] = make_int4(e, start + i * a.tile, min(a.tile, count - i * a.tile), 0);
     if (t == 0) {

@@ -24,7 +24,7 @@ struct Args {
     const float* bias;          // [E, rows] in the order of the checkpoint, or null
     const u16* x;               // [*, K]
     const float* row_scale;     // see SCALE
-    const float* router;        // [slots]
+    const float* router;        // router weights by expert, as order
     const int* order;           // slots by expert
     const int4* tiles;          // expert, first sorted row, rows, -
     const int* num_tiles;
@@ -48,9 +48,8 @@ constexpr int LOADS = NMAX * 8 / PRODUCERS > 0 ? NMAX * 8 / PRODUCERS : 1;  // 1
 constexpr int OFF_WEIGHTS = STAGES * X_BYTES;
 constexpr int OFF_OUT = OFF_WEIGHTS + STAGES * WEIGHT_BYTES;
 constexpr int OFF_SUM = OFF_OUT + WRITERS * OUT_BYTES;
-constexpr int OFF_SLOT = OFF_SUM + (SPLIT ? (WGS - 1) * RB * NMAX * 256 : 0);
-constexpr int OFF_FACTOR = OFF_SLOT + WRITERS * NMAX * 4;
-constexpr int OFF_FULL = OFF_FACTOR + WRITERS * NMAX * 4;
+constexpr int OFF_FACTOR = OFF_SUM + (SPLIT ? (WGS - 1) * RB * NMAX * 256 : 0);
+constexpr int OFF_FULL = OFF_FACTOR + WRITERS * NMAX * 8;
 constexpr int OFF_EMPTY = OFF_FULL + STAGES * 8;
 constexpr int SMEM_BYTES = OFF_EMPTY + STAGES * 8 + 8 + 1024;
 extern "C" __device__ const int smem_bytes = SMEM_BYTES;
@@ -164,9 +163,8 @@ struct Ring {
     }
 };
 
-__device__ __forceinline__ int4 tile_part(const Args& a, int tile) {
-    const int4 part = a.tiles[tile / a.row_tiles];
-    return make_int4(uniform(part.x), uniform(part.y), uniform(part.z), 0);
+__device__ __forceinline__ int4 tile_part(const Args& a, int tile, int total) {
+    return tile < total ? a.tiles[tile / a.row_tiles] : make_int4(0, 0, 0, 0);
 }
 
 __device__ __forceinline__ void produce(const Args& a, u32 base, u32 full, u32 empty) {
@@ -178,8 +176,10 @@ __device__ __forceinline__ void produce(const Args& a, u32 base, u32 full, u32 e
     const int kt = (a.K + 63) / 64, steps = (kt + KB - 1) / KB;
     const int total = uniform(*a.num_tiles * a.row_tiles);
     Ring ring;
+    int4 next = tile_part(a, blockIdx.x, total);
     for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
-        const int4 part = tile_part(a, tile);
+        const int4 part = make_int4(uniform(next.x), uniform(next.y), uniform(next.z), 0);
+        next = tile_part(a, tile + gridDim.x, total);
         const int block = tile % a.row_tiles * RBT;
         const int blocks = min(RBT, a.blocks - block), mine = max(0, (blocks - warp + WARPS - 1) / WARPS);
         // Each producer warp brings some of the row blocks.
@@ -314,16 +314,38 @@ __device__ __forceinline__ void gather(float (&acc)[RB][N / 2], u8* smem, int wg
                 for (int i = 0; i < N / 2; ++i) acc[r][i] += sums[((other * RB + r) * (N / 2) + i) * 128];
 }
 
+// What a tile's results are multiplied with, and where they go; thread t holds what concerns token t.
+struct Target {
+    int slot = 0;
+    float router = 0.f;
+    float g0, g1;  // 2^19 in them: decode left 2^-19 of every weight
+};
+
+__device__ __forceinline__ Target target(const Args& a, const int4& part) {
+    const int t = threadIdx.x & 127;
+    Target to;
+    if (t < part.z) {
+        to.slot = a.order[part.y + t];
+        if (!FIRST) to.router = a.router[part.y + t];
+    }
+    to.g0 = 524288.f * a.global_scale[part.x * (1 + GATED)];
+    to.g1 = GATED ? 524288.f * a.global_scale[part.x * 2 + 1] : to.g0;
+    return to;
+}
+
 template <int N>
-__device__ __forceinline__ void finish(float (&acc)[RB][N / 2], const Args& a, const int4& part, int block, u8* smem,
-                                       int wg) {
+__device__ __forceinline__ void finish(float (&acc)[RB][N / 2], const Args& a, const int4& part, const Target& to, int block,
+                                       u8* smem, int wg) {
     const int t = threadIdx.x & 127, warp = t >> 5, lane = t & 31, r0 = lane >> 2;
-    int* slots = (int*)(smem + OFF_SLOT) + wg * NMAX;
-    float* factors = (float*)(smem + OFF_FACTOR) + wg * NMAX;
-    u8* staged = smem + OFF_OUT + wg * OUT_BYTES;  // decode left 2^-19 of every weight
-    float g0 = 524288.f * a.global_scale[part.x * (1 + GATED)];
-    float g1 = GATED ? 524288.f * a.global_scale[part.x * 2 + 1] : g0;
-    warpgroup_sync(wg);  // slots and factors are there; the tile before has left
+    float* routers = (float*)(smem + OFF_FACTOR) + wg * NMAX * 2;
+    float* row_scales = routers + NMAX;
+    u8* staged = smem + OFF_OUT + wg * OUT_BYTES;
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    if (t < N) {
+        if (!FIRST) routers[t] = to.router;
+        if (SCALE) row_scales[t] = a.row_scale[SCALE == 3 ? to.slot / a.divisor : SCALE == 2 ? part.x : 0];
+    }
+    warpgroup_sync(wg);  // the factors are there; the tile before has left
 #pragma unroll
     for (int r = 0; r < RB; ++r) {
         const int b = block + wg * RB + r;
@@ -342,20 +364,15 @@ __device__ __forceinline__ void finish(float (&acc)[RB][N / 2], const Args& a, c
             float v[4];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float factor = factors[j * 8 + (lane & 3) * 2 + i];
-                const float row = FIRST ? factor : 1.f;
-                float c0 = acc[r][j * 4 + i] * (g0 * row), c1 = acc[r][j * 4 + 2 + i] * (g1 * row);
-                if (!FIRST && SCALE) {
-                    const float scale = SCALE == 3 ? a.row_scale[max(slots[j * 8 + (lane & 3) * 2 + i], 0)]
-                                                   : a.row_scale[SCALE == 2 ? part.x : 0];
-                    c0 *= scale, c1 *= scale;
-                }
-                c0 += bias0, c1 += bias1;
+                const int token = j * 8 + (lane & 3) * 2 + i;
+                const float row = SCALE ? row_scales[token] : 1.f;
+                const float c0 = fmaf(acc[r][j * 4 + i], to.g0 * row, bias0);
+                const float c1 = fmaf(acc[r][j * 4 + 2 + i], to.g1 * row, bias1);
                 if (FIRST) {
                     v[i] = activate(c0, c1, a);
                     if (!GATED) v[2 + i] = activate(c1, c1, a);
                 } else {
-                    v[i] = c0 * factor, v[2 + i] = c1 * factor;
+                    v[i] = c0 * routers[token], v[2 + i] = c1 * routers[token];
                 }
             }
             packed[0][j] = pack2(v[0], v[1]);
@@ -364,7 +381,7 @@ __device__ __forceinline__ void finish(float (&acc)[RB][N / 2], const Args& a, c
         // Transposed by stmatrix: 8 features of one token become 16 consecutive bytes.
         constexpr int HALVES = GATED ? 1 : 2, TOGETHER = 4 / HALVES;
         const int which = lane >> 3;  // of the four matrices that this lane's address is for
-        const u32 to = shared_address(staged) + (GATED ? r * 64 + warp * 16 : r * 128 + warp * 32) + which % HALVES * 16 +
+        const u32 place = shared_address(staged) + (GATED ? r * 64 + warp * 16 : r * 128 + warp * 32) + which % HALVES * 16 +
                        (which / HALVES * 8 + (lane & 7)) * PITCH;
 #pragma unroll
         for (int j = 0; j < N / 8; j += TOGETHER) {
@@ -372,7 +389,7 @@ __device__ __forceinline__ void finish(float (&acc)[RB][N / 2], const Args& a, c
                 u32 m[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) m[i] = packed[i % HALVES][j + i / HALVES];
-                asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + j * 8 * PITCH),
+                asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(place + j * 8 * PITCH),
                              "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
                              : "memory");
             } else {
@@ -386,48 +403,39 @@ __device__ __forceinline__ void finish(float (&acc)[RB][N / 2], const Args& a, c
             }
         }
     }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     warpgroup_sync(wg);
-    constexpr int CHUNKS = FEATURES / 8;
-    const int column = (block + wg * RB) * (GATED ? 32 : 64);
-#pragma unroll 4
-    for (int i = t; i < part.z * CHUNKS; i += 128) {
-        const int token = i / CHUNKS, c = column + i % CHUNKS * 8;
-        if (c < a.width)
-            *(uint4*)(a.out + (u64)slots[token] * a.width + c) = *(const uint4*)(staged + token * PITCH + i % CHUNKS * 16);
-    }
+    // One bulk copy a token, read while the next tile is computed.
+    const int column = (block + wg * RB) * (GATED ? 32 : 64), columns = min(FEATURES, a.width - column);
+    if (t < part.z && columns > 0)
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(a.out + (u64)to.slot * a.width + column),
+                     "r"(shared_address(staged) + t * PITCH), "r"(columns * 2)
+                     : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
 __device__ __forceinline__ void consume(const Args& a, u32 base, u8* smem, u32 full, u32 empty, int wg) {
-    const int t = threadIdx.x & 127;
-    int* slots = (int*)(smem + OFF_SLOT) + wg * NMAX;
-    float* factors = (float*)(smem + OFF_FACTOR) + wg * NMAX;
     const int total = uniform(*a.num_tiles * a.row_tiles);
     Ring ring;
+    int4 part = tile_part(a, blockIdx.x, total);
     for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
-        const int4 part = tile_part(a, tile);
         const int block = tile % a.row_tiles * RBT;
-        if (wg < WRITERS) {
-            warpgroup_sync(wg);  // the copy-out of the tile before has read its slots
-        }
-        if (wg < WRITERS && t < NMAX) {
-            const int slot = t < part.z ? a.order[part.y + t] : -1;
-            float factor = 1.f;
-            if (FIRST && SCALE) factor = SCALE == 3 ? (slot >= 0 ? a.row_scale[slot / a.divisor] : 1.f)
-                                                    : a.row_scale[SCALE == 2 ? part.x : 0];
-            if (!FIRST) factor = slot >= 0 ? a.router[slot] : 0.f;
-            slots[t] = slot;
-            factors[t] = factor;
-        }
-#define VARIANT(n)                                               \
-    if (part.z <= n) {                                           \
-        float acc[RB][n / 2];                                    \
-        multiply<n>(acc, ring, a, base, smem, full, empty, wg);  \
-        if (SPLIT) gather<n>(acc, smem, wg);                     \
-        if (wg < WRITERS) finish<n>(acc, a, part, block, smem, wg); \
-        continue;                                                \
+        // Loaded ahead of the products, needed after them.
+        const int4 next = tile_part(a, tile + gridDim.x, total);
+        const Target to = target(a, part);
+        const int4 now = make_int4(uniform(part.x), uniform(part.y), uniform(part.z), 0);
+        part = next;
+#define VARIANT(n)                                                      \
+    if (now.z <= n) {                                                   \
+        float acc[RB][n / 2];                                           \
+        multiply<n>(acc, ring, a, base, smem, full, empty, wg);         \
+        if (SPLIT) gather<n>(acc, smem, wg);                            \
+        if (wg < WRITERS) finish<n>(acc, a, now, to, block, smem, wg);  \
+        continue;                                                       \
     }
         FOR_VARIANTS(VARIANT)
     }
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 extern "C" __global__ void __launch_bounds__(WGS * 128 + PRODUCERS, MIN_BLOCKS) gemm(const __grid_constant__ Args a) {

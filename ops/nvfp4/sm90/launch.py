@@ -25,7 +25,7 @@ class _Gemm(ctypes.Structure):
 
 class _Sort(ctypes.Structure):
     _fields_ = [
-        *((n, _P) for n in ("ids", "map", "order", "tiles", "num_tiles", "health")),
+        *((n, _P) for n in ("ids", "map", "router", "order", "sorted", "tiles", "num_tiles", "health")),
         *((n, _I) for n in ("slots", "num_ids", "experts", "tile", "wide_ids", "wide_map")),
     ]
 
@@ -54,15 +54,15 @@ def run(out, x, ids, router, w13, g13, w2, g2, b13, b2, expert_map, inter, tile1
     device = x.device.index
     stream = torch._C._cuda_getCurrentRawStream(device)
     most = min(slots, experts + slots // tile1.tokens)
-    meta = ids.new_empty(slots + 4 * most + 4, dtype=torch.int32)
     tiles_at = -(-slots // 4) * 4
-    meta = ids.new_empty(tiles_at + 4 * most + 4, dtype=torch.int32)
+    meta = ids.new_empty(2 * tiles_at + 4 * most + 4, dtype=torch.int32)
     base = meta.data_ptr()
-    order, num_tiles, tiles = base, base + 4 * (tiles_at + 4 * most), base + 4 * tiles_at
+    order, num_tiles, tiles = base, base + 4 * (2 * tiles_at + 4 * most), base + 8 * tiles_at
+    sorted_ = base + 4 * tiles_at
     wide, wide_map = int(ids.dtype == torch.int64), int(expert_map is not None and expert_map.dtype == torch.int64)
     sort = build.kernel(build.Around("sort"), device)
     threads = 256 if slots <= 1024 else 1024
-    sort.launch((experts, 1), threads, _Sort(ids.data_ptr(), _pointer(expert_map), order, tiles, num_tiles, 0, slots,
+    sort.launch((experts, 1), threads, _Sort(ids.data_ptr(), _pointer(expert_map), router.data_ptr(), order, sorted_, tiles, num_tiles, 0, slots,
                                          num_ids, experts, tile1.tokens, wide, wide_map), stream)
     h = x.new_empty((slots, inter))
     for first in (True, False):
@@ -70,17 +70,17 @@ def run(out, x, ids, router, w13, g13, w2, g2, b13, b2, expert_map, inter, tile1
         spec = build.Gemm(tile, first, gated, ACTIVATIONS[activation] if first else 0, first and limit is not None, 0)
         kernel = build.kernel(spec, device)
         if first:
-            a = (w13, g13, b13, x, None, router)
+            a = (w13, g13, b13, x, None)
             width, k, blocks = inter, hidden, blocks_of(inter, gated)
             target = h
         else:
-            a = (w2, g2, b2, h, None, router)
+            a = (w2, g2, b2, h, None)
             width, k, blocks = hidden, inter, blocks_of(hidden, False)
             target = x.new_empty((slots, hidden))
         row_tiles = -(-blocks * 64 // tile.rows)
         grid = min(processors * tile.resident, most * row_tiles)
         kernel.launch((grid, 1), tile.warpgroups * 128 + tile.producers, _Gemm(
-            *map(_pointer, a), order, tiles, num_tiles, target.data_ptr(), k, width, blocks, row_tiles,
+            *map(_pointer, a), sorted_, order, tiles, num_tiles, target.data_ptr(), k, width, blocks, row_tiles,
             top_k if first else 1, alpha, beta, 0.0 if limit is None else limit), stream)
     total = build.kernel(build.Around("sum"), device)
     total.launch((x.shape[0], -(-hidden // 2048)), 256, _Sum(target.data_ptr(), ids.data_ptr(), _pointer(expert_map),
