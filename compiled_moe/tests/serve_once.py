@@ -1,4 +1,7 @@
-"""Greedy tokens from vLLM as one JSON line: ``python serve_once.py FOLDER '{"tensor_parallel_size": 2}'``."""
+"""Greedy tokens from vLLM as one JSON line: ``python serve_once.py FOLDER '{"tensor_parallel_size": 2}' [OTHER ...]``.
+
+Weights of every OTHER are loaded in place afterwards, for one more line each.
+"""
 
 import json
 import sys
@@ -20,8 +23,12 @@ def main():
 
     llm = LLM(sys.argv[1], **OPTIONS | json.loads(sys.argv[2]))
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    done = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], sampling, use_tqdm=False)
-    print("TOKENS " + json.dumps([list(one.outputs[0].token_ids) for one in done]))
+    for folder in (None, *sys.argv[3:]):
+        if folder is not None:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+            llm.reset_prefix_cache()
+        done = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], sampling, use_tqdm=False)
+        print("TOKENS " + json.dumps([list(one.outputs[0].token_ids) for one in done]))
 
 
 if __name__ == "__main__":

@@ -37,18 +37,18 @@ WAYS: dict[str, dict] = {
 }
 
 
-def engine(folder, options, **env):
+def engine(folder, options, *others, **env):
     env = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"} | BASE | env
     if options.get("tensor_parallel_size") == 2:
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    command = [sys.executable, str(SCRIPT), str(folder), json.dumps(options)]
+    command = [sys.executable, str(SCRIPT), str(folder), json.dumps(options), *map(str, others)]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=500, cwd=SCRIPT.parent)
 
 
 def tokens(done):
     lines = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
     assert done.returncode == 0 and lines, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(lines[0].removeprefix("TOKENS "))
+    return [json.loads(line.removeprefix("TOKENS ")) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +75,32 @@ def test_all_tokens_equal_those_of_transformers(way, wanted):
     if "tensor_parallel_size" in WAYS[way] and (os.cpu_count() or 1) < 2:
         pytest.skip("two ranks need two cores")
     env = {"COMPILED_MOE_VLLM": "take-over"} if way == "taken over" else {}
-    assert tokens(engine(compiled_moe.DEMO, WAYS[way], **env)) == wanted
+    assert tokens(engine(compiled_moe.DEMO, WAYS[way], **env)) == [wanted]
+
+
+def test_a_compiled_engine_sees_weights_that_are_reloaded_in_place(wanted, tmp_path):
+    other = broken(tmp_path / "m", 11, "up_proj.weight_scale_2", torch.tensor(1e-9))
+    for expert in range(16):
+        edit(other, f"model.layers.1.mlp.experts.{expert}.down_proj.weight_scale_2", torch.tensor(1e-9))
+    first, second, third = tokens(engine(compiled_moe.DEMO, {"enforce_eager": False}, other, compiled_moe.DEMO))
+    assert first == third == wanted and second != wanted
+    assert tokens(engine(other, {})) == [second]
 
 
 def broken(folder, expert, tensor, value=None):
     """The shipped model with one tensor of layer 2 taken out, or replaced."""
+    shutil.copytree(compiled_moe.DEMO, folder)
+    edit(folder, f"model.layers.2.mlp.experts.{expert}.{tensor}", value)
+    return folder
+
+
+def edit(folder, key, value):
     from safetensors.torch import load_file, save_file
 
-    shutil.copytree(compiled_moe.DEMO, folder)
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
-    key = f"model.layers.2.mlp.experts.{expert}.{tensor}"
     del tensors[key]
     save_file(tensors if value is None else tensors | {key: value}, file, metadata={"format": "pt"})
-    return folder
 
 
 def test_a_missing_scale_stops_the_engine_with_its_name(tmp_path):
