@@ -136,7 +136,7 @@ class NVFP4Quantizer(HfQuantizer):
         checkpoint, reader = model.nvfp4.checkpoint, Reader()
         state = dict(model.state_dict())
         for key in sorted(self.consumed, key=lambda k: (checkpoint.headers[k].file, k)):
-            state[key] = reader.get(checkpoint.headers[key]).clone()  # the file may be the one that is written
+            state[key] = reader.get(checkpoint.headers[key])
         reader.close()
         return state, {}
 

@@ -128,6 +128,8 @@ def test_from_pretrained_computes_the_dequantised_model_and_saves_it(name, tmp_p
     assert not any(info.values()), info
     assert distance(ours, theirs) < 1e-4
     assert ours.nvfp4.report.ok and len(compiled_moe.experts_of(ours)) == len(ours.nvfp4.weights) > 0
+    for module in compiled_moe.experts_of(ours).values():  # nobody put other memory into its buffers
+        assert all(getattr(module, n).data_ptr() == t.data_ptr() for n, t in module.weights.tensors.items())
     ours.save_pretrained(tmp_path / "b")
     again, info = from_pretrained(tmp_path / "b", output_loading_info=True)
     assert not any(info.values()), info
