@@ -10,6 +10,7 @@ struct Sort {
     const float* router; // [slots]
     int* order;          // [slots] out: live slots by expert, in their order
     float* sorted;       // [slots] out: their router weights
+    int* counts;         // [experts] out, for cut; or null: few slots, and sort makes the tiles itself
     int4* tiles;         // out: expert, first sorted row, rows, 0
     int* num_tiles;      // out
     u64* health;         // tokens per expert are added here, or null
@@ -33,32 +34,47 @@ __device__ __forceinline__ int warp_sum(int v) {
     return v;
 }
 
-// One block per expert; each counts all ids, so that no block waits for another. Each warp takes a run of slots, 32 at a
-// time: what it writes follows from the counts of the warps before it, never from timing.
+__device__ __forceinline__ int tiles_of(int count, int tile) { return (count + tile - 1) / tile; }
+
+// Tiles of one expert: equal in size, in eights, since a short last one would pad as much as it holds.
+__device__ __forceinline__ void write_tiles(const Sort& a, int e, int start, int count, int tile, int first, int step) {
+    const int tiles = tiles_of(count, a.tile);
+    const int size = tiles ? ((count + tiles - 1) / tiles + 7) / 8 * 8 : 0;
+    for (int i = first; i < tiles; i += step)
+        a.tiles[tile + i] = make_int4(e, start + i * size, min(size, count - i * size), 0);
+}
+
+// One block per expert; each looks at all ids, so that no block waits for another. Each warp takes a run of slots, 32 at
+// a time: what it writes follows from the counts of the warps before it, never from timing.
 extern "C" __global__ void __launch_bounds__(1024) sort(const __grid_constant__ Sort a) {
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
     __shared__ int counts[MAX_EXPERTS];
     __shared__ int sums[3][32];
     const int e = blockIdx.x, t = threadIdx.x, lane = t & 31, warp = t >> 5, warps = blockDim.x >> 5;
-    for (int i = t; i < a.experts; i += blockDim.x) counts[i] = 0;
+    const bool tiling = !a.counts;
+    if (tiling)
+        for (int i = t; i < a.experts; i += blockDim.x) counts[i] = 0;
     __syncthreads();
     const int share = ((a.slots + warps - 1) / warps + 31) / 32 * 32;
     const int first = min(a.slots, warp * share), last = min(a.slots, first + share);
-    int mine = 0;
+    int mine = 0, less = 0, tile = 0;
 #pragma unroll 4
     for (int i = first + lane; i - lane < last; i += 32) {
         const int expert = i < last ? local_expert(a, i) : -1;
-        const u32 same = __match_any_sync(~0u, expert);
-        if (expert >= 0 && lane == __ffs(same) - 1) atomicAdd(&counts[expert], __popc(same));
+        if (tiling && expert >= 0) atomicAdd(&counts[expert], 1);
         mine += __popc(__ballot_sync(~0u, expert == e));
+        less += __popc(__ballot_sync(~0u, expert >= 0 && expert < e));
     }
     __syncthreads();
-    int start = 0, tile = 0;
-    for (int i = t; i < e; i += blockDim.x) start += counts[i], tile += (counts[i] + a.tile - 1) / a.tile;
-    start = warp_sum(start), tile = warp_sum(tile);
-    if (lane == 0) sums[0][warp] = start, sums[1][warp] = tile, sums[2][warp] = mine;
+    if (tiling)
+        for (int i = t; i < e; i += blockDim.x) tile += tiles_of(counts[i], a.tile);
+    tile = warp_sum(tile);
+    if (lane == 0) sums[0][warp] = less, sums[1][warp] = tile, sums[2][warp] = mine;
     __syncthreads();
     const bool there = lane < warps;
-    start = warp_sum(there ? sums[0][lane] : 0), tile = warp_sum(there ? sums[1][lane] : 0);
+    const int start = warp_sum(there ? sums[0][lane] : 0), count = warp_sum(there ? sums[2][lane] : 0);
+    tile = warp_sum(there ? sums[1][lane] : 0);
     int to = start + warp_sum(lane < warp ? sums[2][lane] : 0);
     if (mine)
 #pragma unroll 4
@@ -71,13 +87,34 @@ extern "C" __global__ void __launch_bounds__(1024) sort(const __grid_constant__ 
             }
             to += __popc(hits);
         }
-    const int count = counts[e], tiles = (count + a.tile - 1) / a.tile;
-    for (int i = t; i < tiles; i += blockDim.x)
-        a.tiles[tile + i] = make_int4(e, start + i * a.tile, min(a.tile, count - i * a.tile), 0);
+    if (tiling) write_tiles(a, e, start, count, tile, t, blockDim.x);
     if (t == 0) {
-        if (e == a.experts - 1) *a.num_tiles = tile + tiles;
+        if (!tiling) a.counts[e] = count;
+        else if (e == a.experts - 1) *a.num_tiles = tile + tiles_of(count, a.tile);
         if (a.health) a.health[e] += count;
     }
+}
+
+// One block of 1024 threads: the tiles of all experts from their counts.
+extern "C" __global__ void __launch_bounds__(1024) cut(const __grid_constant__ Sort a) {
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    __shared__ int starts[MAX_EXPERTS], tiles[MAX_EXPERTS], sums[2][32];
+    const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
+    const int count = t < a.experts ? a.counts[t] : 0, mine = tiles_of(count, a.tile);
+    int start = count, tile = mine;  // running sums
+    for (int d = 1; d < 32; d *= 2) {
+        const int s = __shfl_up_sync(~0u, start, d), m = __shfl_up_sync(~0u, tile, d);
+        if (lane >= d) start += s, tile += m;
+    }
+    if (lane == 31) sums[0][warp] = start, sums[1][warp] = tile;
+    __syncthreads();
+    start += warp_sum(lane < warp ? sums[0][lane] : 0) - count;
+    tile += warp_sum(lane < warp ? sums[1][lane] : 0) - mine;
+    starts[t] = start, tiles[t] = tile;
+    if (t == MAX_EXPERTS - 1) *a.num_tiles = tile + mine;
+    __syncthreads();
+    for (int e = warp; e < a.experts; e += 32) write_tiles(a, e, starts[e], a.counts[e], tiles[e], lane, 32);
 }
 
 struct Sum {
@@ -101,6 +138,7 @@ __device__ __forceinline__ u32 pack2(float low, float high) {
 
 // out[token] = the sum of its live slots in routing order, in float32; zero where there is none.
 extern "C" __global__ void __launch_bounds__(256) sum(const __grid_constant__ Sum a) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
     const int column = (blockIdx.y * 256 + threadIdx.x) * 8;
     if (column >= a.width) return;
     Sort route{};

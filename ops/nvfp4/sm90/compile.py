@@ -72,7 +72,7 @@ class Gemm:
             "FOR_VARIANTS(F)": " ".join(f"F({n})" for n in t.widths),
         }  # fmt: skip
         text = (FOLDER / "gemm.cu").read_text()
-        declared = "template <int N>\n__device__ void wgmma(float* d, const u32* a, u32 desc);\n"
+        declared = "template <int N>\n__device__ void wgmma(float* d, const u32* a, u64 desc);\n"
         products = declared + "".join(_wgmma(n) for n in t.widths)
         return _defines(constants) + text.replace("// WGMMA_WRAPPERS", products)
 
@@ -101,11 +101,10 @@ def _wgmma(n: int) -> str:
     a = ", ".join(f"%{regs + i}" for i in range(4))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(regs))
     return (
-        f"template <>\n__device__ __forceinline__ void wgmma<{n}>(float* d, const u32* a, u32 desc) {{\n"
-        f'    asm volatile("{{.reg .b64 b; mov.b64 b, {{%{regs + 4}, %{regs + 5}}}; "\n'
-        f'        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{d}}}, {{{a}}}, b, 1, 1, 1, 0;}}"\n'
+        f"template <>\n__device__ __forceinline__ void wgmma<{n}>(float* d, const u32* a, u64 desc) {{\n"
+        f'    asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{d}}}, {{{a}}}, %{regs + 4}, 1, 1, 1, 0;"\n'
         f"        : {outputs}\n"
-        '        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(desc), "n"(DESCRIPTOR_HIGH));\n}\n'
+        '        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc));\n}\n'
     )
 
 
@@ -172,6 +171,12 @@ class Kernel:
         self.handle = _check(driver.cuLibraryGetKernel(library, spec.entry.encode()), f"finding {spec.entry}")
         self.function = driver.CUfunction(int(self.handle))
         self.smem = 0
+        overlap = driver.CUlaunchAttribute()
+        overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlap.value.programmaticStreamSerializationAllowed = 1
+        self._config = driver.CUlaunchConfig()
+        self._config.gridDimZ = self._config.blockDimY = self._config.blockDimZ = 1
+        self._config.attrs, self._config.numAttrs = [overlap], 1
         if isinstance(spec, Gemm):
             address, _ = _check(driver.cuLibraryGetGlobal(library, b"smem_bytes"), "reading smem_bytes")
             value = ctypes.c_int()
@@ -180,13 +185,16 @@ class Kernel:
             device = _check(driver.cuCtxGetDevice(), "the current device")
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuKernelSetAttribute(limit, self.smem, self.handle, device), f"{self.smem} bytes of shared memory")
+            self._config.sharedMemBytes = self.smem
 
     def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, stream: int) -> None:
-        """Launch on a stream with one structure of arguments."""
+        """Launch on a stream with one structure of arguments; it may begin before the kernel before it has ended."""
+        config = self._config
+        config.gridDimX, config.gridDimY = grid
+        config.blockDimX = threads
+        config.hStream = stream
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        code = self._driver.cuLaunchKernel(
-            self.function, grid[0], grid[1], 1, threads, 1, 1, self.smem, stream, ctypes.addressof(pointers), 0
-        )[0]
+        code = self._driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0)[0]
         if int(code):
             raise KernelBuildError(f"a kernel did not launch: {code.name}")
 

@@ -93,12 +93,18 @@ __device__ __forceinline__ void mma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N));
 }
 
+// Programmatic dependent launch: this kernel may begin while the one before it ends. What that one writes is there after
+// previous_done; every kernel of the layer calls it, so that what kernels before it wrote is there as well.
+__device__ __forceinline__ void previous_done() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void next_may_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // Known to the compiler as the same in all lanes: what follows from it takes uniform registers.
 __device__ __forceinline__ int uniform(int v) { return __shfl_sync(~0u, v, 0); }
 
 // Operand B: rows of 64 elements (128 bytes) in the 128-byte swizzle, 1024 bytes from one group of 8 rows to the next.
-__device__ __forceinline__ u32 token_descriptor(u32 address) { return (address & 0x3FFFF) >> 4 | 1 << 16; }
-constexpr u32 DESCRIPTOR_HIGH = 1024 >> 4 | 1 << 30;
+__device__ __forceinline__ u64 token_descriptor(u32 address) {
+    return (u64)(1024 >> 4 | 1 << 30) << 32 | (u32)uniform((address & 0x3FFFF) >> 4 | 1 << 16);
+}
 
 // a times the low (0) or high (1) half of s, both halves; one instruction.
 template <int HIGH>
@@ -164,7 +170,7 @@ struct Ring {
 };
 
 __device__ __forceinline__ int4 tile_part(const Args& a, int tile, int total) {
-    return tile < total ? a.tiles[tile / a.row_tiles] : make_int4(0, 0, 0, 0);
+    return tile < total ? __ldcg(a.tiles + tile / a.row_tiles) : make_int4(0, 0, 0, 0);
 }
 
 __device__ __forceinline__ void produce(const Args& a, u32 base, u32 full, u32 empty) {
@@ -174,16 +180,32 @@ __device__ __forceinline__ void produce(const Args& a, u32 base, u32 full, u32 e
     const u32 even = lane_row * 128 + ((chunk ^ (lane_row & 7)) << 4);
     const u32 odd = ROWS == 4 ? even ^ 64 : even;  // row + 4
     const int kt = (a.K + 63) / 64, steps = (kt + KB - 1) / KB;
-    const int total = uniform(*a.num_tiles * a.row_tiles);
+    const int total = uniform(__ldcg(a.num_tiles) * a.row_tiles);
     Ring ring;
     int4 next = tile_part(a, blockIdx.x, total);
+    int ahead = 0;  // stages of the first tile whose weights are under way
     for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
         const int4 part = make_int4(uniform(next.x), uniform(next.y), uniform(next.z), 0);
         next = tile_part(a, tile + gridDim.x, total);
         const int block = tile % a.row_tiles * RBT;
         const int blocks = min(RBT, a.blocks - block), mine = max(0, (blocks - warp + WARPS - 1) / WARPS);
-        // Each producer warp brings some of the row blocks.
         const u8* weights = a.weights + ((u64)part.x * a.blocks + block) * kt * BLOCK_BYTES;
+        // Each producer warp brings some of the row blocks.
+        auto bring = [&](int s, int stage) {
+            const int bytes = min(KB, kt - s * KB) * BLOCK_BYTES;
+            bar_expect(full + stage * 8, mine * bytes);
+#pragma unroll
+            for (int b = 0; b < RBT; b += WARPS)
+                if (b + warp < blocks)
+                    bulk_copy(base + OFF_WEIGHTS + stage * WEIGHT_BYTES + (b + warp) * KB * BLOCK_BYTES,
+                              weights + ((u64)(b + warp) * kt + s * KB) * BLOCK_BYTES, bytes, full + stage * 8);
+        };
+        if (!FIRST && tile == blockIdx.x) {  // weights wait for nobody
+            ahead = min(STAGES, steps);
+            if (lane == 0)
+                for (int s = 0; s < ahead; ++s) bring(s, s);
+            previous_done();
+        }
         const u16* x[LOADS];
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
@@ -196,21 +218,12 @@ __device__ __forceinline__ void produce(const Args& a, u32 base, u32 full, u32 e
             const u32 bar = full + ring.stage * 8;
             bar_wait(empty + ring.stage * 8, ring.phase ^ 1);
             const int live = min(KB, kt - s * KB);
-            const u32 slot = base + OFF_WEIGHTS + ring.stage * WEIGHT_BYTES;
-            if (lane == 0) {
-                bar_expect(bar, mine * live * BLOCK_BYTES);
-#pragma unroll
-                for (int b = 0; b < RBT; b += WARPS)
-                    if (b + warp < blocks)
-                        bulk_copy(slot + (b + warp) * KB * BLOCK_BYTES, weights + (u64)(b + warp) * kt * BLOCK_BYTES,
-                                  live * BLOCK_BYTES, bar);
-            }
-            weights += KB * BLOCK_BYTES;
+            if (lane == 0 && s >= ahead) bring(s, ring.stage);
             if (KB > 1 && live < KB) {  // K has ended within the stage: blocks of zero weights
 #pragma unroll 1
                 for (int b = 0; b < RBT * KB; ++b)
                     if (b % KB >= live)
-                        for (int i = t; i < BLOCK_BYTES / 16; i += PRODUCERS) copy_16(slot + b * BLOCK_BYTES + i * 16, a.x, 0);
+                        for (int i = t; i < BLOCK_BYTES / 16; i += PRODUCERS) copy_16(base + OFF_WEIGHTS + ring.stage * WEIGHT_BYTES + b * BLOCK_BYTES + i * 16, a.x, 0);
             }
             const u32 to = base + ring.stage * X_BYTES;
 #pragma unroll
@@ -224,12 +237,13 @@ __device__ __forceinline__ void produce(const Args& a, u32 base, u32 full, u32 e
             k += KB * 64;
             copies_arrive(bar);
         }
+        ahead = 0;
     }
 }
 
 // One block of 64 x 64 weights: decode, then four matrix instructions; returns when the block before is done.
 template <int N>
-__device__ __forceinline__ void block(float (&acc)[N / 2], u32 (&frag)[16], uint4& w, const uint2& s, u32 high, u32 desc) {
+__device__ __forceinline__ void block(float (&acc)[N / 2], u32 (&frag)[16], uint4& w, const uint2& s, u32 high, u64 desc) {
     asm volatile("" : "+r"(w.x), "+r"(w.y), "+r"(w.z), "+r"(w.w));  // not before the wait: frag was in use until then
     const u32 keep = 0x0FF00FF0u;
     decode(w.x, (s.x & keep) | high, frag);
@@ -263,7 +277,7 @@ __device__ __forceinline__ void multiply(float (&acc)[RB][N / 2], Ring& ring, co
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         const u8* codes = smem + OFF_WEIGHTS + ring.stage * WEIGHT_BYTES + first * BLOCK_BYTES + t * 16;
         const u8* scales = codes + 2048 - t * 16 + (t >> 2) * 8;
-        u32 tokens = uniform(token_descriptor(base + ring.stage * X_BYTES + (SPLIT ? wg * NMAX * 128 : 0)));
+        u64 tokens = token_descriptor(base + ring.stage * X_BYTES + (SPLIT ? wg * NMAX * 128 : 0));
 #pragma unroll 1
         for (int pair = 0; pair < PER_STAGE / 2; ++pair) {  // unrolled further, ptxas would wait after every instruction
             // RB 2: two row blocks of one column block. RB 1: two column blocks.
@@ -415,7 +429,7 @@ __device__ __forceinline__ void finish(float (&acc)[RB][N / 2], const Args& a, c
 }
 
 __device__ __forceinline__ void consume(const Args& a, u32 base, u8* smem, u32 full, u32 empty, int wg) {
-    const int total = uniform(*a.num_tiles * a.row_tiles);
+    const int total = uniform(__ldcg(a.num_tiles) * a.row_tiles);
     Ring ring;
     int4 part = tile_part(a, blockIdx.x, total);
     for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
@@ -449,6 +463,8 @@ extern "C" __global__ void __launch_bounds__(WGS * 128 + PRODUCERS, MIN_BLOCKS) 
     }
     __syncthreads();
     const int wg = uniform(threadIdx.x >> 7);
+    if (FIRST || wg != WGS) previous_done();  // the producers of the second GEMM fetch weights before they wait
+    next_may_begin();
     if (wg == WGS) {
 #if PRODUCER_REGS
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGS));

@@ -25,7 +25,7 @@ class _Gemm(ctypes.Structure):
 
 class _Sort(ctypes.Structure):
     _fields_ = [
-        *((n, _P) for n in ("ids", "map", "router", "order", "sorted", "tiles", "num_tiles", "health")),
+        *((n, _P) for n in ("ids", "map", "router", "order", "sorted", "counts", "tiles", "num_tiles", "health")),
         *((n, _I) for n in ("slots", "num_ids", "experts", "tile", "wide_ids", "wide_map")),
     ]
 
@@ -55,15 +55,20 @@ def run(out, x, ids, router, w13, g13, w2, g2, b13, b2, expert_map, inter, tile1
     stream = torch._C._cuda_getCurrentRawStream(device)
     most = min(slots, experts + slots // tile1.tokens)
     tiles_at = -(-slots // 4) * 4
-    meta = ids.new_empty(2 * tiles_at + 4 * most + 4, dtype=torch.int32)
+    counting = slots > 8192  # many slots: experts count theirs, and another kernel makes the tiles
+    meta = ids.new_empty(2 * tiles_at + 4 * most + 4 + experts, dtype=torch.int32)
     base = meta.data_ptr()
     order, num_tiles, tiles = base, base + 4 * (2 * tiles_at + 4 * most), base + 8 * tiles_at
     sorted_ = base + 4 * tiles_at
+    counts = num_tiles + 4 if counting else 0
     wide, wide_map = int(ids.dtype == torch.int64), int(expert_map is not None and expert_map.dtype == torch.int64)
     sort = build.kernel(build.Around("sort"), device)
     threads = 256 if slots <= 1024 else 1024
-    sort.launch((experts, 1), threads, _Sort(ids.data_ptr(), _pointer(expert_map), router.data_ptr(), order, sorted_, tiles, num_tiles, 0, slots,
-                                         num_ids, experts, tile1.tokens, wide, wide_map), stream)
+    arguments = _Sort(ids.data_ptr(), _pointer(expert_map), router.data_ptr(), order, sorted_, counts, tiles, num_tiles, 0,
+                      slots, num_ids, experts, tile1.tokens, wide, wide_map)
+    sort.launch((experts, 1), threads, arguments, stream)
+    if counting:
+        build.kernel(build.Around("cut"), device).launch((1, 1), 1024, arguments, stream)
     h = x.new_empty((slots, inter))
     for first in (True, False):
         tile = tile1 if first else tile2
