@@ -10,7 +10,7 @@ run: $(VENV)/bin/pytest
 	$(VENV)/bin/compiled-moe generate
 
 test: $(VENV)/bin/pytest
-	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest -n 2 --dist loadfile
 
 test-engines:
 	.ci/engines

@@ -1,8 +1,12 @@
-"""Markers are resolved here and nowhere else."""
+"""Markers are resolved here and nowhere else; workers that run side by side (pytest -n 2) compute with one thread each."""
 
 import functools
+import os
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers that share cores wait for each other's threads, ten times longer
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 NO_GPU = "no CUDA device: the last GPU results are in bench/results and graph_tests/results"
 
