@@ -8,6 +8,7 @@ generate, which waits for each token anyway; launches come from the profiler. `-
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import statistics
 import sys
@@ -108,7 +109,8 @@ def shipped(device: str) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     compiled_moe.register_transformers()
-    ours: Any = AutoModelForCausalLM.from_pretrained(compiled_moe.DEMO, dtype=torch.bfloat16)
+    where = {"device_map": device} if importlib.util.find_spec("accelerate") else {}  # transformers' rule
+    ours: Any = AutoModelForCausalLM.from_pretrained(compiled_moe.DEMO, dtype=torch.bfloat16, **where)
     ours = ours.to(device)
     return ours, unquantised(ours, "grouped_mm")
 

@@ -1,7 +1,7 @@
 """NVFP4 mixture-of-experts models that compile, capture into CUDA graphs and never sync."""
 
 from .dense import NVFP4Linear
-from .engines import register_transformers
+from .engines import quantization_config, register_transformers
 from .errors import CheckpointError, CompiledMoeError, MachineError
 from .experts import NVFP4Experts, NVFP4MoE, enable_health, experts_of
 from .loader import DEMO, Loaded, load
@@ -18,5 +18,6 @@ __all__ = [
     "enable_health",
     "experts_of",
     "load",
+    "quantization_config",
     "register_transformers",
 ]

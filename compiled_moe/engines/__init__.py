@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from ..errors import MachineError
+
+_NEEDS_TRANSFORMERS = "loading models needs transformers: pip install 'compiled-moe[hf]'"
 
 
 def register_transformers(
@@ -26,5 +31,18 @@ def register_transformers(
     try:
         from . import transformers
     except ModuleNotFoundError as error:
-        raise MachineError("loading models needs transformers: pip install 'compiled-moe[hf]'") from error
+        raise MachineError(_NEEDS_TRANSFORMERS) from error
     transformers.register(transformers.Rules(precision, policy, tuple(repairs)), methods)
+
+
+def quantization_config(folder: str | Path) -> Any:
+    """For ``from_pretrained(folder, quantization_config=...)``, where only hf_quant_config.json says what it holds.
+
+    Raises:
+        MachineError: transformers is not installed. CheckpointError: no such file, or another quantisation.
+    """
+    try:
+        from . import transformers
+    except ModuleNotFoundError as error:
+        raise MachineError(_NEEDS_TRANSFORMERS) from error
+    return transformers.said_by(Path(folder))

@@ -27,7 +27,7 @@ from ..experts import NVFP4Experts
 from ..filling import UNUSED_SUFFIXES, Filler
 from ..loader import Loaded
 from ..quantization import Quantization
-from ..shards import Reader
+from ..shards import Reader, read_json
 
 METHOD = "compiled-moe"
 """The quantizer's name in transformers' table; in files the producer's own name stays."""
@@ -54,6 +54,18 @@ class NVFP4Checkpoint(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """What the file said."""
         return copy.deepcopy(self.said)
+
+
+def said_by(folder: Path) -> NVFP4Checkpoint:
+    """What hf_quant_config.json says, for folders whose config.json says nothing.
+
+    Raises:
+        CheckpointError: no such file, or a quantisation that is not read here.
+    """
+    config = read_json(folder / "config.json", "a checkpoint folder holds config.json and *.safetensors")
+    separate = read_json(folder / "hf_quant_config.json", "where config.json has no quantization_config")
+    Quantization.read(config, separate, str(folder))
+    return NVFP4Checkpoint(**{"quant_method": "modelopt"} | separate["quantization"])
 
 
 def register(rules: Rules, methods: tuple[str, ...]) -> None:
@@ -92,6 +104,10 @@ class NVFP4Quantizer(HfQuantizer):
     rules = Rules("w4a16", "raise", ())
     is_trainable = False
     is_compileable = True
+
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        """Whether config.json said so or the caller, the files are quantised."""
+        super().__init__(quantization_config, **kwargs | {"pre_quantized": True})
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Saved in the form of the checkpoint it came from."""

@@ -210,6 +210,23 @@ def test_layers_that_the_model_class_does_without_are_left_out(tmp_path):
     assert distance(compiled_moe.load(folder, device="cpu", dtype=torch.float32), theirs) < 1e-4
 
 
+def test_a_folder_whose_config_says_nothing(tmp_path):
+    """ModelOpt's older exports have hf_quant_config.json only, which transformers does not look at."""
+    theirs, folder = written("qwen3_moe", tmp_path / "a")
+    config = json.loads((folder / "config.json").read_text())
+    said = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    separate = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": None, "exclude_modules": said["ignore"]}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": separate}))
+    compiled_moe.register_transformers()
+    ours = from_pretrained(folder, quantization_config=compiled_moe.quantization_config(folder))
+    assert distance(ours, theirs) < 1e-4
+    ours.save_pretrained(tmp_path / "b")
+    assert torch.equal(from_pretrained(tmp_path / "b")(IDS).logits, ours(IDS).logits)
+    with pytest.raises(compiled_moe.CheckpointError, match=r"hf_quant_config\.json is missing"):
+        compiled_moe.quantization_config(tmp_path / "b")
+
+
 def test_other_checkpoints_of_the_same_method_stay_transformers_own():
     from transformers.quantizers.auto import AutoQuantizationConfig
 

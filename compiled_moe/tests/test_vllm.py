@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 
 import pytest
 import torch
@@ -212,6 +213,32 @@ def test_compressed_tensors_are_guarded_in_their_own_convention(tmp_path, monkey
         assert all(torch.equal(a[k].view(torch.uint8), b[k].view(torch.uint8)) for k in a)
 
 
+@pytest.mark.parametrize("listed", ("", ".0.gate_proj .0.up_proj .0.down_proj"))
+def test_each_way_of_saying_what_is_quantised(listed, healthy, tmp_path):
+    """MIXED_PRECISION lists layers or projections; older exports say all of it in hf_quant_config.json."""
+    shutil.copytree(healthy, tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    layers = {
+        f"model.layers.{i}.mlp.experts{end}": {"quant_algo": "NVFP4"} for i in (0, 1) for end in listed.split(" ")
+    }
+    config["quantization_config"] = {
+        "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers,
+    }  # fmt: skip
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    mixed = v.experts(v.load(v.configured(tmp_path / "m", "compiled-moe", dtype="float32")))
+    del config["quantization_config"]
+    said = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": None, "exclude_modules": IGNORED}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "m" / "hf_quant_config.json").write_text(
+        json.dumps({"producer": {"name": "modelopt"}, "quantization": said})
+    )
+    separate = v.experts(v.load(v.configured(tmp_path / "m", "compiled-moe", dtype="float32")))
+    usual = v.experts(v.load(v.configured(healthy, "compiled-moe", dtype="float32")))
+    assert len(usual) == 2
+    for a, b, c_ in zip(mixed.values(), separate.values(), usual.values(), strict=True):
+        assert torch.equal(run(a), run(c_)) and torch.equal(run(b), run(c_))
+
+
 @torch.no_grad()
 def test_both_conventions_are_served_alike(healthy, tmp_path):
     name = "compiled-moe-w4a4-static"
@@ -260,6 +287,7 @@ def test_dense_layers_keep_one_scale_a_projection(tmp_path):
         wide = torch.cat([p(X) for p in (b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj)], 1)
         assert torch.equal(a.self_attn.qkv_proj(X)[0], wide)
         assert torch.equal(a.self_attn.o_proj(X)[0], b.self_attn.o_proj(X))
+    assert torch.equal(served.lm_head.quant_method.apply(served.lm_head, X), ours.lm_head(X))
     for a, b in zip(v.experts(served).values(), compiled_moe.experts_of(ours).values(), strict=True):
         assert torch.equal(run(a), b(X, IDS, WEIGHTS))
 
