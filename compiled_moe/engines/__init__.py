@@ -23,7 +23,7 @@ def register_transformers(
 
     Args:
         precision, policy, repairs: see ``nvfp4.finalize``.
-        methods: values of ``quant_method`` to look at.
+        methods: values of ``quant_method`` to look at; none at all leaves transformers as it was.
 
     Raises:
         MachineError: transformers is not installed.

@@ -69,13 +69,17 @@ def said_by(folder: Path) -> NVFP4Checkpoint:
 
 
 def register(rules: Rules, methods: tuple[str, ...]) -> None:
-    """Put this quantizer into transformers' tables; again with other rules, as often as wanted."""
+    """Put this quantizer into transformers' tables, after taking out what an earlier call put there."""
     quantizers: dict[str, Any] = AUTO_QUANTIZER_MAPPING
     configs: dict[str, Any] = AUTO_QUANTIZATION_CONFIG_MAPPING
+    for method, entry in list(configs.items()):
+        if getattr(entry, "reads_nvfp4", False):
+            configs |= {method: entry.stock}
+            if entry.stock is None:
+                del configs[method]
     quantizers[METHOD] = type("NVFP4Quantizer", (NVFP4Quantizer,), {"rules": rules})
     for method in methods:
-        if not getattr(configs.get(method), "reads_nvfp4", False):
-            configs[method] = _either(configs.get(method))
+        configs[method] = _either(configs.get(method))
 
 
 def _either(stock: Any) -> type:
@@ -95,6 +99,7 @@ def _either(stock: Any) -> type:
                 return stock.from_dict(config_dict, *args, **kwargs)
             return NVFP4Checkpoint(**config_dict)
 
+    Either.stock = stock
     return Either
 
 

@@ -97,16 +97,11 @@ def written(name, folder, shards=2, **changes):
 
 
 @pytest.fixture(autouse=True)
-def tables():
-    """transformers' tables are put back after each test."""
-    from transformers.quantizers import auto
-
-    tables: list[dict] = [auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING]
-    before = [(table, dict(table)) for table in tables]
+def as_it_was():
+    """transformers' tables are its own before and after each test."""
+    compiled_moe.register_transformers(methods=())
     yield
-    for table, entries in before:
-        table.clear()
-        table.update(entries)
+    compiled_moe.register_transformers(methods=())
 
 
 def from_pretrained(folder, **kwargs):
@@ -232,6 +227,7 @@ def test_other_checkpoints_of_the_same_method_stay_transformers_own():
 
     said = {"quant_method": "mxfp4", "dequantize": True}
     stock = AutoQuantizationConfig.from_dict(said)
+    assert type(stock).__name__ == "Mxfp4Config"
     ours = {"quant_method": "compressed-tensors", **c.COMPRESSED}
     compiled_moe.register_transformers(methods=("modelopt", "compressed-tensors"))
     compiled_moe.register_transformers(methods=("modelopt", "compressed-tensors"))
@@ -247,6 +243,12 @@ def test_other_checkpoints_of_the_same_method_stay_transformers_own():
         assert theirs.quant_method == "compressed-tensors"
     with pytest.raises(compiled_moe.CheckpointError, match="quant_algo 'FP8'"):
         AutoQuantizationConfig.from_dict({"quant_method": "modelopt", "quant_algo": "FP8"})
+    compiled_moe.register_transformers()
+    assert AutoQuantizationConfig.from_dict(said).quant_method == "compiled-moe"
+    compiled_moe.register_transformers(methods=())
+    assert type(AutoQuantizationConfig.from_dict(said)) is type(stock)
+    with pytest.raises(ValueError, match="Unknown quantization type, got modelopt"):
+        AutoQuantizationConfig.from_dict(c.MODELOPT)
 
 
 def test_a_device_map_places_experts_by_their_longest_prefix():
