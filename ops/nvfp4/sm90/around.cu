@@ -29,6 +29,13 @@ __device__ __forceinline__ int local_expert(const Sort& a, int slot) {
     return (int)id;
 }
 
+constexpr int BATCH = 8;  // loads in flight; one at a time, this would be a chain of round trips to L2
+
+__device__ __forceinline__ void load_experts(const Sort& a, int slot, int last, int (&experts)[BATCH]) {
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) experts[b] = slot + b * 32 < last ? local_expert(a, slot + b * 32) : -1;
+}
+
 __device__ __forceinline__ int warp_sum(int v) {
     for (int d = 16; d; d /= 2) v += __shfl_xor_sync(~0u, v, d);
     return v;
@@ -59,12 +66,15 @@ extern "C" __global__ void __launch_bounds__(1024) sort(const __grid_constant__ 
     const int share = ((a.slots + warps - 1) / warps + 31) / 32 * 32;
     const int first = min(a.slots, warp * share), last = min(a.slots, first + share);
     int mine = 0, less = 0, tile = 0;
-#pragma unroll 4
-    for (int i = first + lane; i - lane < last; i += 32) {
-        const int expert = i < last ? local_expert(a, i) : -1;
-        if (tiling && expert >= 0) atomicAdd(&counts[expert], 1);
-        mine += __popc(__ballot_sync(~0u, expert == e));
-        less += __popc(__ballot_sync(~0u, expert >= 0 && expert < e));
+    for (int i = first + lane; i - lane < last; i += 32 * BATCH) {
+        int experts[BATCH];
+        load_experts(a, i, last, experts);
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            if (tiling && experts[b] >= 0) atomicAdd(&counts[experts[b]], 1);
+            mine += __popc(__ballot_sync(~0u, experts[b] == e));
+            less += __popc(__ballot_sync(~0u, experts[b] >= 0 && experts[b] < e));
+        }
     }
     __syncthreads();
     if (tiling)
@@ -77,15 +87,18 @@ extern "C" __global__ void __launch_bounds__(1024) sort(const __grid_constant__ 
     tile = warp_sum(there ? sums[1][lane] : 0);
     int to = start + warp_sum(lane < warp ? sums[2][lane] : 0);
     if (mine)
-#pragma unroll 4
-        for (int i = first + lane; i - lane < last; i += 32) {
-            const bool hit = i < last && local_expert(a, i) == e;
-            const u32 hits = __ballot_sync(~0u, hit);
-            if (hit) {
-                const int place = to + __popc(hits & ((1u << lane) - 1));
-                a.order[place] = i, a.sorted[place] = a.router[i];
+        for (int i = first + lane; i - lane < last; i += 32 * BATCH) {
+            int experts[BATCH];
+            load_experts(a, i, last, experts);
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) {
+                const u32 hits = __ballot_sync(~0u, experts[b] == e);
+                if (experts[b] == e) {
+                    const int place = to + __popc(hits & ((1u << lane) - 1));
+                    a.order[place] = i + b * 32, a.sorted[place] = a.router[i + b * 32];
+                }
+                to += __popc(hits);
             }
-            to += __popc(hits);
         }
     if (tiling) write_tiles(a, e, start, count, tile, t, blockDim.x);
     if (t == 0) {

@@ -60,6 +60,7 @@ class Gemm:
     kind: int = 0
     limited: bool = False
     scale: int = 0
+    route: bool = False
 
     def source(self) -> str:
         """CUDA C++ of this kernel."""
@@ -68,7 +69,7 @@ class Gemm:
             "NMAX": t.tokens, "WGS": t.warpgroups, "RB": t.blocks, "KB": t.depth, "STAGES": t.stages,
             "PRODUCER_REGS": t.registers[0], "CONSUMER_REGS": t.registers[1], "FIRST": int(self.first),
             "GATED": int(self.first and self.gated), "KIND": self.kind, "LIMITED": int(self.limited),
-            "SCALE": self.scale, "SPLIT": int(t.split), "PRODUCERS": t.producers, "MIN_BLOCKS": t.resident,
+            "SCALE": self.scale, "ROUTE": int(self.route), "SPLIT": int(t.split), "PRODUCERS": t.producers, "MIN_BLOCKS": t.resident,
             "FOR_VARIANTS(F)": " ".join(f"F({n})" for n in t.widths),
         }  # fmt: skip
         text = (FOLDER / "gemm.cu").read_text()

@@ -10,7 +10,8 @@
 // KB blocks of 64 along K per stage; STAGES; SPLIT (1: all warpgroups take the same rows and share out K); GATED (1: gate
 // and up interleaved in groups of 8 rows, for the first GEMM with an up projection); FIRST (1: activation; 0: times the
 // router weight); KIND, LIMITED; SCALE (0 none, 1 shared, 2 per expert, 3 per row); FOR_VARIANTS(F), a list of F(n) with
-// the widths a tile may take; PRODUCERS threads that fill the ring; PRODUCER_REGS and CONSUMER_REGS (0: as compiled);
+// the widths a tile may take; PRODUCERS threads that fill the ring; ROUTE (1: at most 32 slots, sorted by
+// every block for itself); PRODUCER_REGS and CONSUMER_REGS (0: as compiled);
 // MIN_BLOCKS per SM.
 
 typedef unsigned int u32;
@@ -28,8 +29,12 @@ struct Args {
     const int* order;           // slots by expert
     const int4* tiles;          // expert, first sorted row, rows, -
     const int* num_tiles;
+    const void* ids;            // few slots (ROUTE): every block sorts them for itself; order, tiles and so on are unused
+    const void* map;
+    const float* topk_weights;
     u16* out;                   // [slots, width]
     int K, width, blocks, row_tiles, divisor;  // blocks: 64-row blocks of one expert; width: columns of out
+    int slots, num_ids, experts, wide_ids, wide_map;
     float alpha, beta, limit;
 };
 
@@ -51,7 +56,8 @@ constexpr int OFF_SUM = OFF_OUT + WRITERS * OUT_BYTES;
 constexpr int OFF_FACTOR = OFF_SUM + (SPLIT ? (WGS - 1) * RB * NMAX * 256 : 0);
 constexpr int OFF_FULL = OFF_FACTOR + WRITERS * NMAX * 8;
 constexpr int OFF_EMPTY = OFF_FULL + STAGES * 8;
-constexpr int SMEM_BYTES = OFF_EMPTY + STAGES * 8 + 8 + 1024;
+constexpr int OFF_ROUTE = (OFF_EMPTY + STAGES * 8 + 8 + 15) / 16 * 16;
+constexpr int SMEM_BYTES = OFF_ROUTE + ROUTE * (32 * 24 + 16) + 1024;
 extern "C" __device__ const int smem_bytes = SMEM_BYTES;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -169,9 +175,12 @@ struct Ring {
     }
 };
 
+// Where a block reads what the sort made: past L1, since this kernel may have begun before, or its own shared memory.
 __device__ __forceinline__ int4 tile_part(const Args& a, int tile, int total) {
-    return tile < total ? __ldcg(a.tiles + tile / a.row_tiles) : make_int4(0, 0, 0, 0);
+    if (tile >= total) return make_int4(0, 0, 0, 0);
+    return ROUTE ? a.tiles[tile / a.row_tiles] : __ldcg(a.tiles + tile / a.row_tiles);
 }
+__device__ __forceinline__ int num_tiles(const Args& a) { return uniform((ROUTE ? *a.num_tiles : __ldcg(a.num_tiles)) * a.row_tiles); }
 
 __device__ __forceinline__ void produce(const Args& a, u32 base, u32 full, u32 empty) {
     const int t = threadIdx.x - WGS * 128, chunk = t & 7, lane_row = t >> 3, warp = t >> 5, lane = t & 31;
@@ -180,7 +189,7 @@ __device__ __forceinline__ void produce(const Args& a, u32 base, u32 full, u32 e
     const u32 even = lane_row * 128 + ((chunk ^ (lane_row & 7)) << 4);
     const u32 odd = ROWS == 4 ? even ^ 64 : even;  // row + 4
     const int kt = (a.K + 63) / 64, steps = (kt + KB - 1) / KB;
-    const int total = uniform(__ldcg(a.num_tiles) * a.row_tiles);
+    const int total = num_tiles(a);
     Ring ring;
     int4 next = tile_part(a, blockIdx.x, total);
     int ahead = 0;  // stages of the first tile whose weights are under way
@@ -429,7 +438,7 @@ __device__ __forceinline__ void finish(float (&acc)[RB][N / 2], const Args& a, c
 }
 
 __device__ __forceinline__ void consume(const Args& a, u32 base, u8* smem, u32 full, u32 empty, int wg) {
-    const int total = uniform(__ldcg(a.num_tiles) * a.row_tiles);
+    const int total = num_tiles(a);
     Ring ring;
     int4 part = tile_part(a, blockIdx.x, total);
     for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
@@ -452,7 +461,49 @@ __device__ __forceinline__ void consume(const Args& a, u32 base, u8* smem, u32 f
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-extern "C" __global__ void __launch_bounds__(WGS * 128 + PRODUCERS, MIN_BLOCKS) gemm(const __grid_constant__ Args a) {
+#if ROUTE
+// At most 32 slots, one a lane of the first warp: what sort and cut of around.cu do, into this block's shared memory.
+__device__ __forceinline__ void route(Args& a, u8* smem) {
+    int4* tiles = (int4*)(smem + OFF_ROUTE);
+    int* order = (int*)(tiles + 32);
+    float* router = (float*)(order + 32);
+    int* count = (int*)(router + 32);
+    if (threadIdx.x < 32) {
+        const int lane = threadIdx.x;
+        int expert = -1;
+        if (lane < a.slots) {
+            long long id = a.wide_ids ? ((const long long*)a.ids)[lane] : ((const int*)a.ids)[lane];
+            if (id >= 0 && id < a.num_ids) {
+                if (a.map) id = a.wide_map ? ((const long long*)a.map)[id] : ((const int*)a.map)[id];
+                expert = id >= 0 && id < a.experts ? (int)id : -1;
+            }
+        }
+        const u32 same = __match_any_sync(~0u, expert), before = same & ((1u << lane) - 1);
+        const int rows = __popc(same), parts = (rows + NMAX - 1) / NMAX;
+        int start = 0, tile = 0;
+        for (int other = 0; other < 32; ++other) {
+            const int e = __shfl_sync(~0u, expert, other);
+            const int p = __shfl_sync(~0u, before ? 0 : parts, other);
+            if (e >= 0 && e < expert) ++start, tile += p;
+        }
+        if (expert >= 0) {
+            const int place = start + __popc(before);
+            order[place] = lane, router[place] = a.topk_weights[lane];
+            if (!before) {
+                const int size = ((rows + parts - 1) / parts + 7) / 8 * 8;
+                for (int i = 0; i < parts; ++i)
+                    tiles[tile + i] = make_int4(expert, start + i * size, min(size, rows - i * size), 0);
+            }
+        }
+        int total = expert >= 0 && !before ? parts : 0;
+        for (int d = 16; d; d /= 2) total += __shfl_xor_sync(~0u, total, d);
+        if (lane == 0) *count = total;
+    }
+    a.tiles = tiles, a.order = order, a.router = router, a.num_tiles = count;
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(WGS * 128 + PRODUCERS, MIN_BLOCKS) gemm(const __grid_constant__ Args given) {
     extern __shared__ u8 raw[];
     u8* smem = raw + (1024 - (shared_address(raw) & 1023)) % 1024;
     const u32 base = shared_address(smem), full = base + OFF_FULL, empty = base + OFF_EMPTY;
@@ -461,6 +512,13 @@ extern "C" __global__ void __launch_bounds__(WGS * 128 + PRODUCERS, MIN_BLOCKS) 
         bar_init(empty + STAGES * 8, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+#if ROUTE
+    Args a = given;
+    if (FIRST) previous_done();  // the ids; for the second GEMM they were there before the first began
+    route(a, smem);
+#else
+    const Args& a = given;
+#endif
     __syncthreads();
     const int wg = uniform(threadIdx.x >> 7);
     if (FIRST || wg != WGS) previous_done();  // the producers of the second GEMM fetch weights before they wait

@@ -17,8 +17,9 @@ _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 class _Gemm(ctypes.Structure):
     _fields_ = [
         *((n, _P) for n in ("weights", "global_scale", "bias", "x", "row_scale", "router", "order", "tiles",
-                            "num_tiles", "out")),
-        *((n, _I) for n in ("K", "width", "blocks", "row_tiles", "divisor")),
+                            "num_tiles", "ids", "map", "topk_weights", "out")),
+        *((n, _I) for n in ("K", "width", "blocks", "row_tiles", "divisor", "slots", "num_ids", "experts", "wide_ids",
+                            "wide_map")),
         *((n, _F) for n in ("alpha", "beta", "limit")),
     ]  # fmt: skip
 
@@ -66,13 +67,15 @@ def run(out, x, ids, router, w13, g13, w2, g2, b13, b2, expert_map, inter, tile1
     threads = 256 if slots <= 1024 else 1024
     arguments = _Sort(ids.data_ptr(), _pointer(expert_map), router.data_ptr(), order, sorted_, counts, tiles, num_tiles, 0,
                       slots, num_ids, experts, tile1.tokens, wide, wide_map)
-    sort.launch((experts, 1), threads, arguments, stream)
+    few = slots <= 32 and tile1.split
+    if not few:
+        sort.launch((experts, 1), threads, arguments, stream)
     if counting:
         build.kernel(build.Around("cut"), device).launch((1, 1), 1024, arguments, stream)
     h = x.new_empty((slots, inter))
     for first in (True, False):
         tile = tile1 if first else tile2
-        spec = build.Gemm(tile, first, gated, ACTIVATIONS[activation] if first else 0, first and limit is not None, 0)
+        spec = build.Gemm(tile, first, gated, ACTIVATIONS[activation] if first else 0, first and limit is not None, 0, few)
         kernel = build.kernel(spec, device)
         if first:
             a = (w13, g13, b13, x, None)
@@ -85,8 +88,8 @@ def run(out, x, ids, router, w13, g13, w2, g2, b13, b2, expert_map, inter, tile1
         row_tiles = -(-blocks * 64 // tile.rows)
         grid = min(processors * tile.resident, most * row_tiles)
         kernel.launch((grid, 1), tile.warpgroups * 128 + tile.producers, _Gemm(
-            *map(_pointer, a), sorted_, order, tiles, num_tiles, target.data_ptr(), k, width, blocks, row_tiles,
-            top_k if first else 1, alpha, beta, 0.0 if limit is None else limit), stream)
+            *map(_pointer, a), sorted_, order, tiles, num_tiles, ids.data_ptr(), _pointer(expert_map), router.data_ptr(),
+            target.data_ptr(), k, width, blocks, row_tiles, top_k if first else 1, slots, num_ids, experts, wide, wide_map, alpha, beta, 0.0 if limit is None else limit), stream)
     total = build.kernel(build.Around("sum"), device)
     total.launch((x.shape[0], -(-hidden // 2048)), 256, _Sum(target.data_ptr(), ids.data_ptr(), _pointer(expert_map),
                  out.data_ptr(), hidden, top_k, num_ids, experts, wide, wide_map), stream)
