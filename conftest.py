@@ -1,4 +1,4 @@
-"""Markers are resolved here and nowhere else; workers that run side by side (pytest -n 2) compute with one thread each."""
+"""Markers are resolved here and nowhere else; workers side by side (pytest -n 2) compute with one thread each."""
 
 import functools
 import os

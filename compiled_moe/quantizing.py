@@ -75,7 +75,8 @@ def _lines(s: dict) -> list[str]:
         shown = ", ".join(map(str, ids[:16])) + (f" and {len(ids) - 16} more" if len(ids) > 16 else "")
         lines.append(f"  {layer}: {len(ids)} experts saw no calibration token and {fate}: {shown}")
     usable = ", ".join(
-        f"{name} {'needs activation scales' if ok is None else 'yes' if ok else 'no'}" for name, ok in s["usable"].items()
+        f"{name} {'needs activation scales' if ok is None else 'yes' if ok else 'no'}"
+        for name, ok in s["usable"].items()
     )
     return [*lines, f"usable as: {usable}"]
 
