@@ -31,6 +31,8 @@ BUFFERS = {
     "weight_scale_2": ("w13_global_scale", "w2_global_scale"), "input_scale": ("a13_scale", "a2_scale"),
 }  # fmt: skip
 
+WAY_OUT = "re-calibrate, or serve it with --quantization compiled-moe or compiled-moe-w4a4-per-token, which need none"
+
 
 def spec_of(layer: Any, experts: int, hidden: int, intermediate: int, name: str) -> ExpertsSpec:
     """What this rank's part of a layer of vLLM computes.
@@ -149,7 +151,7 @@ class NVFP4ExpertsMethod(FusedMoEMethodBase):
             else:
                 self.weights.update_(raw)
         except ScaleError as error:
-            raise ScaleError(with_global_ids(error.report, layer)) from None
+            raise ScaleError(as_served(error.report, layer)) from None
         for suffix in TENSORS[self.format]:
             for part in ("w13", "w2"):
                 delattr(layer, f"{part}_{suffix}")
@@ -170,11 +172,12 @@ class NVFP4ExpertsMethod(FusedMoEMethodBase):
 NVFP4ExpertsMethod.load.supports_moe_loading = True  # type: ignore[attr-defined]
 
 
-def with_global_ids(report: ScaleReport, layer: Any) -> ScaleReport:
-    """The same findings under the ids that the checkpoint uses."""
+def as_served(report: ScaleReport, layer: Any) -> ScaleReport:
+    """The same findings under the ids that the checkpoint uses, with the ways out that there are under vLLM."""
     table = layer._expert_map
-    if table is None:
-        return report
-    ids = {int(local): i for i, local in enumerate(table.tolist()) if local >= 0}
-    findings = [f if f.expert is None else replace(f, expert=ids.get(f.expert, f.expert)) for f in report.findings]
+    ids = {} if table is None else {int(local): i for i, local in enumerate(table.tolist()) if local >= 0}
+    findings = []
+    for f in report.findings:
+        action = WAY_OUT if f.tensor == "input_scale" and f.severity == "error" else f.action
+        findings.append(replace(f, expert=None if f.expert is None else ids.get(f.expert, f.expert), action=action))
     return replace(report, findings=findings)

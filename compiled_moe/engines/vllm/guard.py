@@ -27,7 +27,7 @@ from nvfp4 import ExpertsSpec, Finding, RawExperts, ScaleError, ScaleReport, che
 
 from ...names import SUFFIXES
 from .config import dummy
-from .experts import BUFFERS, SHARDS, TENSORS, with_global_ids
+from .experts import BUFFERS, SHARDS, TENSORS, WAY_OUT, as_served
 
 METHODS = {
     modelopt.ModelOptNvFp4FusedMoE: "modelopt",
@@ -128,7 +128,7 @@ def _check(method: Any, layer: Any, record: dict, form: str) -> ScaleReport:
     raw = _scales(method, layer, form)
     everywhere = raw.tensors.pop("everywhere", None)
     raw.sources = {key: sources for key, sources in record.items() if key[2] != "global input_scale"}
-    report = with_global_ids(check(raw, precision), layer)
+    report = as_served(check(raw, precision), layer)
     if everywhere is not None and precision == "w4a4_static":
         ids = {key[:2]: sources for key, sources in record.items() if key[2] == "global input_scale"}
         report.findings += _activation_of_all(layer, raw.spec, everywhere, ids, report)
@@ -199,7 +199,7 @@ def _activation_of_all(layer: Any, spec: ExpertsSpec, scales: Tensor, ids: dict,
 
 def _finding(layer: str, e: int, projection: str, tensor: str, kind: str, value: float, rule: str) -> Finding:
     text = "" if kind == "missing" else f"{value:.6g}"
-    action = "fix the checkpoint, or serve it with --quantization compiled-moe"
+    action = WAY_OUT if tensor == "input_scale" else "fix or re-export the checkpoint"
     return Finding(layer, e, projection, tensor, kind, text, rule, action, "error")
 
 
