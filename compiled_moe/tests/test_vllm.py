@@ -251,6 +251,7 @@ def test_dummy_weights_pass_the_guard(healthy, monkeypatch):
     v.Backend(monkeypatch, oracle.NvFp4MoeBackend.VLLM_CUTLASS)
     with v.guarded():
         stock(healthy, load_format="dummy")
+    v.load(v.configured(healthy, "compiled-moe", dtype="float32", load_format="dummy"))
 
 
 # Our own method.
@@ -354,6 +355,38 @@ def test_take_over_needs_no_flag_and_leaves_others_alone(healthy, monkeypatch):
         monkeypatch.delenv(plugin.VARIABLE)
         plugin.register()
     assert v.configured(healthy).model_config.quantization == "modelopt_fp4"
+
+
+def test_a_tensor_of_all_experts_counts_for_each_of_them(healthy, monkeypatch):
+    """Llama-4's loader hands over codes and block scales for all experts at once, gate and up together or apart."""
+    v.Backend(monkeypatch, oracle.NvFp4MoeBackend.VLLM_CUTLASS)
+    seen: list[set] = []
+    layers: list = []
+    monkeypatch.setattr(guard, "_check", lambda method, layer, record, form: _stop(layers, layer))
+    with v.guarded(), contextlib.suppress(_Stop):
+        stock(healthy)
+    (layer,) = layers
+    record = layer.__dict__[guard.RECORD]
+    for values in (
+        {"w1": torch.zeros(4, 32, 32, dtype=torch.uint8), "w3": torch.zeros(4, 32, 32, dtype=torch.uint8)},
+        {"w1": torch.zeros(4, 64, 32, dtype=torch.uint8)},
+    ):
+        record.clear()
+        for shard, value in values.items():
+            covered = guard._covered(layer, layer.w13_weight, value, shard, 0)
+            for expert, part in covered:
+                guard._note(record, layer, layer.quant_method, ("weight", part, expert), "all")
+        seen.append(set(record))
+    assert seen[0] == seen[1] == {(e, p, "weight") for e in range(4) for p in ("gate_proj", "up_proj")}
+
+
+class _Stop(Exception):
+    pass
+
+
+def _stop(layers, layer):
+    layers.append(layer)
+    raise _Stop
 
 
 def test_scales_of_experts_on_other_ranks_are_looked_at_where_they_are_folded_in(healthy, monkeypatch):

@@ -36,7 +36,7 @@ METHODS = {
 """vLLM's classes and whose names they give to tensors."""
 _WEIGHT_ONLY = ("MARLIN", "HUMMING")
 INVERTS = "make_nvfp4_moe_quant_config"
-_RECORD = "_nvfp4_guard"
+RECORD = "_nvfp4_guard"
 _checked: ContextVar[bool] = ContextVar("checked", default=False)
 
 
@@ -67,8 +67,8 @@ def _recording(create_weights: Any, form: str) -> Any:
     def guarded(self, layer, *args: Any, **extra: Any) -> None:
         load = extra["weight_loader"]
         record: dict[tuple[int, str, str], list[str]] = {}
-        layer.__dict__[_RECORD] = record
-        layer.__dict__[_RECORD + "_dummy"] = dummy()
+        layer.__dict__[RECORD] = record
+        layer.__dict__[RECORD + "_dummy"] = dummy()
 
         @functools.wraps(load)
         def weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
@@ -76,7 +76,8 @@ def _recording(create_weights: Any, form: str) -> Any:
             name = next((n for n in _names(form) if getattr(layer, n, None) is param), None)
             if done and name is not None and not param.is_meta:  # a reload first counts on the meta device
                 tensor = SUFFIXES[name.partition("_")[2]][0]
-                _note(record, layer, self, (tensor, shard_id, expert_id), weight_name)
+                for expert, shard in _covered(layer, param, loaded_weight, shard_id, expert_id):
+                    _note(record, layer, self, (tensor, shard, expert), weight_name)
             return done if return_success else None
 
         create_weights(self, layer, *args, **extra | {"weight_loader": weight_loader})
@@ -86,6 +87,17 @@ def _recording(create_weights: Any, form: str) -> Any:
 
 def _names(form: str) -> list[str]:
     return [f"{part}_{suffix}" for part in ("w13", "w2") for suffix in TENSORS[form]]
+
+
+def _covered(layer: Any, param: Tensor, value: Tensor, shard: str, expert: int) -> list[tuple[int, str]]:
+    """Global experts and shards that one call fills; a tensor of three sizes holds all experts of this rank."""
+    if value.dim() < 3:
+        return [(expert, shard)]
+    whole = value.shape[-2] == param.shape[-2] * layer.moe_config.tp_size
+    both = shard == "w1" and layer.moe_config.is_act_and_mul and whole
+    table = layer._expert_map
+    experts = range(param.shape[0]) if table is None else table.ge(0).nonzero().flatten().tolist()
+    return [(e, s) for e in experts for s in (("w1", "w3") if both else (shard,))]
 
 
 def _note(record: dict, layer: Any, method: Any, what: tuple[str, str, int], source: str) -> None:
@@ -101,8 +113,8 @@ def _note(record: dict, layer: Any, method: Any, what: tuple[str, str, int], sou
 def _checking(process: Any, form: str) -> Any:
     @functools.wraps(process)
     def guarded(self, layer) -> None:
-        record = layer.__dict__.get(_RECORD, {})
-        if not layer.__dict__.get(_RECORD + "_dummy") and not is_weights_pre_processed():
+        record = layer.__dict__.get(RECORD, {})
+        if not layer.__dict__.get(RECORD + "_dummy") and not is_weights_pre_processed():
             report = _check(self, layer, record, form)
             if not report.ok:
                 raise ScaleError(report)
