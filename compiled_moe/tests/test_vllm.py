@@ -247,6 +247,24 @@ def test_both_conventions_are_served_alike(healthy, tmp_path):
         assert torch.allclose(run(one), run(other), rtol=1e-5, atol=1e-6)
 
 
+def test_the_guard_stands_in_front_of_reloads_too(healthy, tmp_path, monkeypatch):
+    key, value, message = FAULTS["missing"]
+    bad = written("qwen3_moe", tmp_path, **{key: value})
+    v.Backend(monkeypatch, oracle.NvFp4MoeBackend.VLLM_CUTLASS)
+    config = v.configured(healthy, dtype="bfloat16")
+    with v.guarded():
+        model = v.load(config)
+        layer = v.experts(model)[f"{LAYER}.routed_experts"]
+        before = {n: p.clone() for n, p in layer.named_parameters()}
+        with set_current_vllm_config(config):
+            reload_weights(config, model, None, str(healthy), True)
+            after = dict(layer.named_parameters())
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[n].view(torch.uint8), after[n].view(torch.uint8)) for n in before)
+            with pytest.raises(nvfp4.ScaleError, match=message):
+                reload_weights(config, model, None, str(bad), True)
+
+
 def test_dummy_weights_pass_the_guard(healthy, monkeypatch):
     v.Backend(monkeypatch, oracle.NvFp4MoeBackend.VLLM_CUTLASS)
     with v.guarded():
