@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from compiled_moe.engines import vllm as plugin
 from compiled_moe.engines.vllm import guard
+from compiled_moe.engines.vllm.config import W4A16
 
 from . import checkpoints as c
 from . import test_loader as loader
@@ -432,3 +434,31 @@ def test_scales_of_experts_on_other_ranks_are_looked_at_where_they_are_folded_in
     del record[1, "gate_proj", "global input_scale"]
     found = {(0, "down_proj", "zero"), (3, "up_proj", "not_finite"), (1, "gate_proj", "missing")}
     assert refused() == found
+
+
+NAMES = SimpleNamespace(ckpt_gate_proj_name="gate_proj", ckpt_up_proj_name="up_proj", ckpt_down_proj_name="down_proj")
+
+
+@pytest.mark.parametrize(
+    ("ignore", "served"),
+    [([], True), (["lm_head"], True), ([f"{LAYER}*"], False), ([f"{LAYER}.*"], False), ([r"re:.*\.0\.mlp.*"], False)],
+)
+def test_a_layer_of_experts_may_be_left_unquantised(ignore, served):
+    config = W4A16.from_config(c.MODELOPT | {"ignore": ignore})
+    assert config._experts(NAMES, LAYER) is served
+    assert config._experts(NAMES, "model.layers.7.mlp.experts")
+
+
+def test_experts_are_quantised_whole_or_not_at_all():
+    config = W4A16.from_config(c.MODELOPT | {"ignore": ["*down_proj"]})
+    with pytest.raises(compiled_moe.CheckpointError, match=r"vLLM runs gate_proj, up_proj, down_proj as one"):
+        config._experts(NAMES, LAYER)
+
+
+@torch.no_grad()
+def test_a_router_weight_on_the_input_is_not_one_on_the_output(healthy):
+    layer = v.experts(v.load(v.configured(healthy, "compiled-moe", dtype="float32")))[f"{LAYER}.routed_experts"]
+    ids, weights = IDS[:, :1].int(), WEIGHTS[:, :1]
+    plain = layer.quant_method.apply(layer, X * weights, torch.ones_like(weights), ids, None, None)
+    layer.apply_router_weight_on_input = True
+    assert torch.equal(layer.quant_method.apply(layer, X, weights, ids, None, None), plain)
