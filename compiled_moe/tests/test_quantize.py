@@ -200,6 +200,32 @@ def bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_experts_without_a_gate_and_progress_over_every_byte(fused, tmp_path):
+    name, rng = "backbone.layers.0.mixer.experts", torch.Generator().manual_seed(0)
+    w = {p: torch.randn(3, *c.shape(p), generator=rng).bfloat16() for p in ("up_proj", "down_proj")}
+    if fused:
+        made = {f"{name}.{p}": value for p, value in w.items()}
+    else:
+        made = {f"{name}.{e}.{p}.weight": value[e].clone() for p, value in w.items() for e in range(3)}
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "config.json").write_text('{"model_type": "nemotron_h"}')
+    save_file(made, tmp_path / "in" / "model.safetensors")
+    seen: list[tuple[int, int]] = []
+    out = Plan.read(tmp_path / "in").write(ShardWriter(tmp_path / "out"), progress=lambda *at: seen.append(at))
+    total = sum(t.nbytes for t in made.values())
+    assert [t for _, t in seen] == [total] * len(made) and seen[-1][0] == total and seen[0][0] == total // len(made)
+    (layer,) = Checkpoint.open(out).layers
+    assert layer.spec.activation == "relu2" and layer.spec.num_experts == 3
+    got = tensors(out)
+    for p, value in w.items():
+        for e in range(3):
+            t = {k: got[f"{name}.{e}.{p}.{k}"] for k in ("weight", "weight_scale", "weight_scale_2")}
+            assert float(t["weight_scale_2"]) == pytest.approx(float(value[e].abs().max()) / 2688, rel=1e-6)
+            back = dequantize_blocks(t["weight"], t["weight_scale"].view(torch.uint8)) * t["weight_scale_2"]
+            assert float((back - value[e]).norm() / value[e].float().norm()) < 0.12
+
+
 def test_mixtral_keeps_its_names_and_is_calibrated_through_transformers_renaming(tmp_path, capsys, monkeypatch):
     model = random_model(transformers.MixtralConfig(**SMALL | {"vocab_size": 384}))
     model.save_pretrained(tmp_path / "m")
