@@ -11,6 +11,7 @@ from torch import Tensor
 from .errors import ShapeError
 from .format import ACTIVATIONS, GROUP, NAN_SCALE, is_gated
 from .registry import as_bytes
+from .sm90 import packing, unavailable
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 TENSORS = ("weight", "weight_scale", "weight_scale_2", "input_scale", "bias")
@@ -75,11 +76,13 @@ class RawExperts:
     """Slots for one layer's tensors, filled with sentinels, each write recorded.
 
     A slot that nobody wrote is known by its record, not by its value: memory may hold plausible numbers by accident.
-    The buffers have the layout of the checkpoint and are taken over, not copied, by ``finalize``.
+    The buffers have the layout of the checkpoint and are taken over, not copied, by ``finalize``; where its layout will
+    be another (sm_90), codes and scales of an expert lie together, so that it can be packed in place.
 
     Attributes:
         spec: what the layer is. tensors: the buffers by name, until they are taken over.
         sources: (expert, projection, tensor) to the places that wrote it.
+        stores: the memory of a projection's codes and scales, where they lie together.
     """
 
     def __init__(
@@ -125,9 +128,7 @@ class RawExperts:
             return torch.full(shape, value, dtype=dtype, device=device)
 
         self.tensors: dict[str, Tensor] = {
-            "w13_block_scale": filled((e, parts * i, h // GROUP), NAN_SCALE, torch.uint8),
             "w13_global_scale": filled((e, parts), nan, torch.float32),
-            "w2_block_scale": filled((e, h, i // GROUP), NAN_SCALE, torch.uint8),
             "w2_global_scale": filled((e,), nan, torch.float32),
             "a13_scale": filled((e, parts), nan, torch.float32),
             "a2_scale": filled((e,), nan, torch.float32),
@@ -135,9 +136,16 @@ class RawExperts:
         if spec.bias:
             self.tensors["w13_bias"] = filled((e, parts * i), nan, torch.float32)
             self.tensors["w2_bias"] = filled((e, h), nan, torch.float32)
-        if codes is None:
-            self.tensors["w13"] = filled((e, parts * i, h // 2), 0, torch.uint8)
-            self.tensors["w2"] = filled((e, h, i // 2), 0, torch.uint8)
+        self.stores: dict[str, Tensor] = {}
+        for name, rows, k in (("w13", parts * i, h), ("w2", h, i)):
+            if codes is None and not unavailable(device):
+                gated = name == "w13" and parts == 2
+                self.stores[name], weight, scale = packing.storage(e, rows, k, gated, device)
+                self.tensors |= {name: weight.zero_(), f"{name}_block_scale": scale.fill_(NAN_SCALE)}
+                continue
+            self.tensors[f"{name}_block_scale"] = filled((e, rows, k // GROUP), NAN_SCALE, torch.uint8)
+            if codes is None:
+                self.tensors[name] = filled((e, rows, k // 2), 0, torch.uint8)
 
     @property
     def scales_only(self) -> bool:

@@ -7,15 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import native
+from . import native, sm90
 from .errors import NVFP4Error, ScaleError, ShapeError
-from .format import PRECISIONS
+from .format import PRECISIONS, is_gated
 from .raw import ExpertsSpec, RawExperts
 from .report import ScaleReport
+from .sm90 import packing
+from .sm90.layout import unpack
 from .validate import REPAIRS, check
 
 POLICIES = ("raise", "report", "unchecked")
 """Refuse what is wrong; return it with the report and serve it visibly wrong; or look at nothing (dummy weights)."""
+LAYOUTS = ("checkpoint", "sm90")
+"""As on disk, which every kernel reads; packed for Hopper's own kernels."""
 ARGUMENTS = (
     "w13", "w13_block_scale", "w13_global_scale", "w2", "w2_block_scale", "w2_global_scale",
     "a13_scale", "a2_scale", "w13_bias", "w2_bias",
@@ -36,17 +40,17 @@ class ExpertWeights:
     """One layer of experts; call it, or pass ``arguments()`` and ``constants()`` to ``torch.ops.nvfp4.moe``.
 
     Attributes:
-        spec, precision: what these weights are, and how activations are treated.
+        spec, precision: what these weights are, and how activations are treated. layout: of the tensors.
         tensors: the op's tensors by name; their addresses never change.
         candidates: the implementations considered at finalize.
     """
 
     def __init__(
-        self, spec: ExpertsSpec, precision: str, tensors: dict[str, Tensor], policy: str, repairs: tuple
+        self, spec: ExpertsSpec, precision: str, layout: str, tensors: dict[str, Tensor], policy: str, repairs: tuple
     ) -> None:
-        self.spec, self.precision, self.tensors = spec, precision, tensors
+        self.spec, self.precision, self.layout, self.tensors = spec, precision, layout, tensors
         self._policy, self._repairs = policy, repairs
-        self.candidates = candidates(tensors["w13"].device)
+        self.candidates = candidates(tensors["w13"].device, layout)
 
     @property
     def backend(self) -> str:
@@ -66,7 +70,7 @@ class ExpertWeights:
         """Keyword arguments of the op."""
         s = self.spec
         return {
-            "activation": s.activation, "precision": self.precision, "layout": "checkpoint",
+            "activation": s.activation, "precision": self.precision, "layout": self.layout,
             "alpha": s.alpha, "beta": s.beta, "limit": s.limit,
         }  # fmt: skip
 
@@ -94,9 +98,30 @@ class ExpertWeights:
         if raw.spec != self.spec:
             raise ShapeError(f"these weights are {self.spec}, the update is {raw.spec}; they must agree")
         tensors, report = _validated(raw, self.precision, self._policy, self._repairs)
-        for name, old in self.tensors.items():
-            old.copy_(tensors[name])
+        if self.layout == "sm90":
+            for name in ("w13", "w2"):
+                codes, scale = (tensors.pop(n).to(self.tensors[name].device) for n in (name, f"{name}_block_scale"))
+                store = packing.whole(self.tensors[name]).flatten(1)
+                packing.pack_experts(codes, scale, _gated(self.spec, name), store)
+            _pad_biases(self.spec, tensors)
+        for name, value in tensors.items():
+            self.tensors[name].copy_(value)
         return report
+
+    def checkpoint(self, expert: int) -> dict[str, Tensor]:
+        """Codes and block scales of one expert in the layout of the checkpoint, views where they lie so.
+
+        In the layout "sm90", blocks whose scale was zero come back with zero codes, whatever they held.
+        """
+        names = ("w13", "w13_block_scale", "w2", "w2_block_scale")
+        if self.layout == "checkpoint":
+            return {name: self.tensors[name][expert] for name in names}
+        h, i = self.spec.hidden_size, self.spec.intermediate_size
+        found: dict[str, Tensor] = {}
+        for name, rows, k in (("w13", i, h), ("w2", h, i)):
+            packed = packing.whole(self.tensors[name])[expert]
+            found[name], found[f"{name}_block_scale"] = unpack(packed, rows, k, _gated(self.spec, name))
+        return found
 
 
 def finalize(
@@ -105,6 +130,7 @@ def finalize(
     policy: str = "raise",
     repairs: tuple[str, ...] = (),
     device: torch.device | str | None = None,
+    layout: str = "auto",
 ) -> tuple[ExpertWeights, ScaleReport]:
     """Check every scale that this precision consumes, once, and hand the buffers over.
 
@@ -115,22 +141,52 @@ def finalize(
         policy: "raise" refuses what is wrong. "report" returns it with the report. "unchecked" is for dummy weights.
         repairs: names from ``nvfp4.REPAIRS``, each applied only where needed and listed in the report.
         device: where the weights shall live; default where they are.
+        layout: "checkpoint", "sm90", or "auto": "sm90" where its kernels can run. ``explain`` says which and why.
+            Packing happens in place, an expert at a time; weights that were loaded elsewhere, or into buffers of
+            somebody else, take a projection's worth of memory more while they are packed.
 
     Returns:
         The weights and the report.
 
     Raises:
         ScaleError: something was refused; ``.report`` tells all.
-        ShapeError, NVFP4Error: an unknown precision, policy or repair; raw already used.
+        ShapeError, NVFP4Error: an unknown precision, policy, repair or layout; raw already used.
     """
     _known("precision", precision, PRECISIONS)
     _known("policy", policy, POLICIES)
     for repair in repairs:
         _known("repair", repair, tuple(REPAIRS))
+    _known("layout", layout, ("auto", *LAYOUTS))
+    stores = raw.stores
     tensors, report = _validated(raw, precision, policy, tuple(repairs))
-    if device is not None:
-        tensors = {name: t.to(device) for name, t in tensors.items()}
-    return ExpertWeights(raw.spec, precision, tensors, policy, tuple(repairs)), report
+    place = (tensors["w13"] if device is None else torch.empty(0, device=device)).device  # with its index
+    if layout == "auto":
+        layout = "checkpoint" if sm90.unavailable(place) else "sm90"
+    for name in ("w13", "w2"):
+        codes, scale = tensors[name], tensors[f"{name}_block_scale"]
+        if layout == "sm90":
+            store = stores.pop(name, None) if codes.device == place else None
+            packed = packing.pack_experts(codes.to(place), scale.to(place), _gated(raw.spec, name), store)
+            tensors[name], tensors[f"{name}_block_scale"] = packing.views(packed)
+        else:
+            tensors[name], tensors[f"{name}_block_scale"] = codes.to(place).contiguous(), scale.to(place).contiguous()
+        del codes, scale
+    if layout == "sm90":
+        _pad_biases(raw.spec, tensors)
+    tensors = {name: t if t.device == place else t.to(place) for name, t in tensors.items()}
+    return ExpertWeights(raw.spec, precision, layout, tensors, policy, tuple(repairs)), report
+
+
+def _gated(spec: ExpertsSpec, name: str) -> bool:
+    return name == "w13" and is_gated(spec.activation)
+
+
+def _pad_biases(spec: ExpertsSpec, tensors: dict[str, Tensor]) -> None:
+    """The first bias, as wide as the packed features of each part; what is added is zero."""
+    if "w13_bias" in tensors:
+        extra = packing.padded(spec.intermediate_size) - spec.intermediate_size
+        parts = tensors["w13_bias"].unflatten(1, (-1, spec.intermediate_size))
+        tensors["w13_bias"] = torch.nn.functional.pad(parts, (0, extra)).flatten(1)
 
 
 def _known(what: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -156,15 +212,20 @@ def _validated(raw: RawExperts, precision: str, policy: str, repairs: tuple) -> 
     return tensors, report
 
 
-def candidates(device: torch.device) -> tuple[Candidate, ...]:
-    """Every implementation of the layer and why it is or is not taken on this device."""
+def candidates(device: torch.device, layout: str = "checkpoint") -> tuple[Candidate, ...]:
+    """Every implementation of the layer and why it is or is not taken on this device, for this layout."""
     cpu = device.type == "cpu"
     elsewhere = f"weights are on {device}"
     built = native.build() if cpu else native.Build(None, elsewhere)
     fallback = cpu and built.library is None
-    portable = f"runs on {torch.cuda.get_device_name(device)}" if device.type == "cuda" else elsewhere
+    cuda = device.type == "cuda"
+    why = sm90.unavailable(device)
+    fast = cuda and layout == "sm90"
+    own = "serves bfloat16; float16 and float32 take the portable kernels" if fast else why or f"layout is {layout}"
+    portable = f"runs on {torch.cuda.get_device_name(device)}" if cuda else elsewhere
     return (
-        Candidate("triton portable", device.type == "cuda", portable),
+        Candidate("cuda sm90", fast, own),
+        Candidate("triton portable", cuda and not fast, "for float16 and float32" if fast else portable),
         Candidate("cpu c++", built.library is not None, built.why),
         Candidate("cpu torch", fallback, built.why if fallback or not cpu else "only where the C++ kernel is missing"),
     )

@@ -16,22 +16,23 @@ from nvfp4.kernels import health, ids, moe, quantize, route
 BF16, F32, I32, I64, U8, F64 = "*bf16", "*fp32", "*i32", "*i64", "*u8", "*fp64"
 
 
-def gemm1(tile, scale="none", kind="silu", bias=None, x=BF16):
+def gemm1(tile, scale="none", kind="silu", bias=None, x=BF16, packed=False):
     return moe.gemm1, {
         "x_ptr": x, "x_scale_ptr": None if scale == "none" else F32, "slots_ptr": I32, "starts_ptr": I32,
         "w_ptr": U8, "bytes_ptr": U8, "global_ptr": F32, "bias_ptr": bias, "h_ptr": x,
         "K": "i32", "INTER": "i32", "E": "i32", "slots_per_row": "i32", "alpha": "fp32",
         "beta": "fp32", "limit": "fp32", "SCALE": scale,
         "GATED": kind != "relu2", "KIND": ACTIVATIONS[kind], "LIMITED": kind == "swigluoai", **blocks(tile),
-        "E_BLOCK": 128,
+        "E_BLOCK": 128, "PACKED": packed,
     }, tile  # fmt: skip
 
 
-def gemm2(tile, scale="none"):
+def gemm2(tile, scale="none", packed=False):
     return moe.gemm2, {
         "h_ptr": BF16, "h_scale_ptr": None if scale == "none" else F32, "router_ptr": F32, "slots_ptr": I32,
         "starts_ptr": I32, "w_ptr": U8, "bytes_ptr": U8, "global_ptr": F32, "bias_ptr": None, "out_ptr": F32,
         "K": "i32", "N": "i32", "E": "i32", "SCALE": scale, **blocks(tile), "E_BLOCK": 128,
+        "PACKED": packed,
     }, tile  # fmt: skip
 
 
@@ -49,6 +50,8 @@ def kernels():
     yield gemm1(large, x=F32)
     yield gemm2(small)
     yield gemm2(large, "token")
+    yield gemm1(small, packed=True)
+    yield gemm2(large, packed=True)
     yield moe.linear, {
         "x_ptr": BF16, "x_scale_ptr": None, "w_ptr": U8, "bytes_ptr": U8, "global_ptr": F32, "bias_ptr": None,
         "out_ptr": BF16, "M": "i32", "K": "i32", "N": "i32", "global_stride": 0, "SCALE": "none", **blocks(small),

@@ -11,6 +11,7 @@ import triton.language as tl
 from .activation import activate
 from .codec import decode_tile
 from .ids import find_tile, local_expert
+from .packed import load_packed, packed_row, packed_size
 
 
 @triton.jit
@@ -51,8 +52,9 @@ def gemm1(
     K, INTER, E, slots_per_row, alpha, beta, limit,
     SCALE: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, LIMITED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, E_BLOCK: tl.constexpr,
+    PACKED: tl.constexpr = False,
 ):  # fmt: skip
-    """h[slot] = act(x W1^T, x W3^T), rounded to h's dtype. x [*, K]; w [E, N, K/2] with rows gate then up."""
+    """h[slot] = act(x W1^T, x W3^T), rounded to h's dtype. x [*, K]; w [E, N, K/2] with rows gate then up, or PACKED."""
     expert, first, end = find_tile(starts_ptr, E, tl.program_id(1), BLOCK_M, E_BLOCK)
     if expert < 0:
         return
@@ -64,6 +66,9 @@ def gemm1(
     width = INTER * 2 if GATED else INTER
     codes = w_ptr + expert.to(tl.int64) * width * (K // 2)
     scales = bytes_ptr + expert.to(tl.int64) * width * (K // 16)
+    if PACKED:
+        codes = w_ptr + expert.to(tl.int64) * packed_size(width, K)
+        scales = bytes_ptr + expert.to(tl.int64) * packed_size(width, K)
     up_codes = codes + INTER.to(tl.int64) * (K // 2)
     up_scales = scales + INTER.to(tl.int64) * (K // 16)
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -72,9 +77,16 @@ def gemm1(
         k = k0 + tl.arange(0, BLOCK_K)
         mask = live[:, None] if EVEN_K else live[:, None] & (k[None, :] < K)
         a = tl.load(x_ptr + row[:, None] * K + k[None, :], mask=mask, other=0.0)
-        gate = multiply(a, load_weight(codes, scales, n, INTER, k0, K, BLOCK_N, BLOCK_K, EVEN_K), gate)
-        if GATED:
-            up = multiply(a, load_weight(up_codes, up_scales, n, INTER, k0, K, BLOCK_N, BLOCK_K, EVEN_K), up)
+        if PACKED:
+            rows = packed_row(n, 0, GATED)
+            gate = multiply(a, load_packed(codes, scales, rows, n < INTER, k0, K, BLOCK_N, BLOCK_K), gate)
+            if GATED:
+                rows = packed_row(n, 1, GATED)
+                up = multiply(a, load_packed(codes, scales, rows, n < INTER, k0, K, BLOCK_N, BLOCK_K), up)
+        else:
+            gate = multiply(a, load_weight(codes, scales, n, INTER, k0, K, BLOCK_N, BLOCK_K, EVEN_K), gate)
+            if GATED:
+                up = multiply(a, load_weight(up_codes, up_scales, n, INTER, k0, K, BLOCK_N, BLOCK_K, EVEN_K), up)
     a_scale = row_scale(x_scale_ptr, row, expert, SCALE)
     gate = gate * (tl.load(global_ptr + expert * (2 if GATED else 1)) * a_scale)
     if GATED:
@@ -95,6 +107,7 @@ def gemm2(
     K, N, E,
     SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, E_BLOCK: tl.constexpr,
+    PACKED: tl.constexpr = False,
 ):  # fmt: skip
     """out[slot] = p (h W2^T + bias) in float32. h [R, K] in slot order, as gemm1 left it."""
     expert, first, end = find_tile(starts_ptr, E, tl.program_id(1), BLOCK_M, E_BLOCK)
@@ -106,12 +119,18 @@ def gemm2(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     codes = w_ptr + expert.to(tl.int64) * N * (K // 2)
     scales = bytes_ptr + expert.to(tl.int64) * N * (K // 16)
+    if PACKED:
+        codes = w_ptr + expert.to(tl.int64) * packed_size(N, K)
+        scales = bytes_ptr + expert.to(tl.int64) * packed_size(N, K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         mask = live[:, None] if EVEN_K else live[:, None] & (k[None, :] < K)
         a = tl.load(h_ptr + slot[:, None] * K + k[None, :], mask=mask, other=0.0)
-        acc = multiply(a, load_weight(codes, scales, n, N, k0, K, BLOCK_N, BLOCK_K, EVEN_K), acc)
+        if PACKED:
+            acc = multiply(a, load_packed(codes, scales, n, n < N, k0, K, BLOCK_N, BLOCK_K), acc)
+        else:
+            acc = multiply(a, load_weight(codes, scales, n, N, k0, K, BLOCK_N, BLOCK_K, EVEN_K), acc)
     a_scale = row_scale(h_scale_ptr, slot, expert, SCALE)
     acc = acc * (tl.load(global_ptr + expert) * a_scale)
     if bias_ptr is not None:

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from .. import native, reference, tiles
+from ..sm90 import launch as sm90
+from ..sm90 import packing
+from ..sm90.layout import unpack
 from ..format import ACTIVATIONS, PRECISIONS, is_gated
 from ..health import COUNTERS
 from ..kernels import health as health_kernels
@@ -44,11 +47,17 @@ def _check(
     )  # fmt: skip
     _check_constants(activation, precision, layout, alpha, beta, limit)
     _check_routing(x, topk_ids, topk_weights, expert_map)
-    experts, hidden, half = w2.shape if w2.dim() == 3 else (0, 0, 0)
-    inter, parts = half * 2, 2 if is_gated(activation) else 1
-    _check_weight("w13", w13, w13_block_scale, (experts, inter * parts, hidden))
-    _check_weight("w2", w2, w2_block_scale, (experts, hidden, inter))
-    need(x.shape[1] == hidden, "moe", f"x has {x.shape[1]} columns; w2 gives hidden size {hidden}")
+    parts = 2 if is_gated(activation) else 1
+    if layout == "sm90":
+        experts, hidden, inter = w2.shape[0], x.shape[1], w2.shape[2] * 64 if w2.dim() == 4 else 0
+        _check_packed("w13", w13, w13_block_scale, packing.packed_shape(inter * parts, hidden, parts == 2))
+        _check_packed("w2", w2, w2_block_scale, packing.packed_shape(hidden, inter, False))
+    else:
+        experts, hidden, half = w2.shape if w2.dim() == 3 else (0, 0, 0)
+        inter = half * 2
+        _check_weight("w13", w13, w13_block_scale, (experts, inter * parts, hidden))
+        _check_weight("w2", w2, w2_block_scale, (experts, hidden, inter))
+        need(x.shape[1] == hidden, "moe", f"x has {x.shape[1]} columns; w2 gives hidden size {hidden}")
     need(
         tuple(w13_global_scale.shape) == (experts, parts) and tuple(w2_global_scale.shape) == (experts,),
         "moe",
@@ -73,7 +82,7 @@ def _check(
 def _check_constants(activation, precision, layout, alpha, beta, limit) -> None:
     need(activation in ACTIVATIONS, "moe", f"activation is {activation!r}; known are {', '.join(ACTIVATIONS)}")
     need(precision in PRECISIONS, "moe", f"precision is {precision!r}; known are {', '.join(PRECISIONS)}")
-    need(layout == "checkpoint", "moe", f"layout is {layout!r}; known is 'checkpoint'")
+    need(layout in ("checkpoint", "sm90"), "moe", f"layout is {layout!r}; known are 'checkpoint' and 'sm90'")
     need(
         activation == "swigluoai" or (alpha == 1.0 and beta == 0.0),
         "moe",
@@ -118,6 +127,21 @@ def _check_weight(name: str, codes: Tensor, block_scale: Tensor, shape: tuple[in
     )
 
 
+def _check_packed(name: str, codes: Tensor, block_scale: Tensor, shape: tuple[int, int, int]) -> None:
+    blocks, steps, size = shape
+    strides = (blocks * steps * size, steps * size, size, 1)
+    need(
+        codes.dtype == block_scale.dtype == torch.uint8
+        and tuple(codes.shape[1:]) == (blocks, steps, packing.CODE_BYTES)
+        and tuple(block_scale.shape) == (*codes.shape[:3], packing.SCALE_BYTES)
+        and codes.stride() == block_scale.stride() == strides
+        and block_scale.storage_offset() == codes.storage_offset() + packing.CODE_BYTES,
+        "moe",
+        f"{name} {tuple(codes.shape)} with block scales {tuple(block_scale.shape)} are not the two views of one packed "
+        f"weight uint8 [E, {blocks}, {steps}, {size}] that layout 'sm90' means; take both from nvfp4.finalize",
+    )
+
+
 def _fake(
     x, topk_ids, topk_weights, w13, w13_block_scale, w13_global_scale, w2, w2_block_scale, w2_global_scale,
     a13_scale=None, a2_scale=None, w13_bias=None, w2_bias=None, expert_map=None, *,
@@ -127,23 +151,82 @@ def _fake(
         x, topk_ids, topk_weights, w13, w13_block_scale, w13_global_scale, w2, w2_block_scale, w2_global_scale,
         a13_scale, a2_scale, w13_bias, w2_bias, expert_map, activation, precision, layout, alpha, beta, limit,
     )  # fmt: skip
-    return x.new_empty((x.shape[0], w2.shape[1]))
+    return x.new_empty((x.shape[0], x.shape[1]))
 
 
 def _cpu(*args, **constants) -> Tensor:
     out = _fake(*args, **constants)
+    if constants.get("layout") == "sm90":
+        args, constants = _unpacked(*args, **constants)
     kernel = native.library()
     if kernel is None:
         return reference.moe(*args, **constants)
     return native.moe(kernel, out, *args, **constants)
 
 
+def _unpacked(x, ids, router, w13, s13, g13, w2, s2, *rest, **constants) -> tuple[tuple, dict]:
+    """The same call in the layout of the checkpoint, for kernels that do not read the packed one."""
+    gated, inter = is_gated(constants.get("activation", "silu")), w2.shape[2] * 64
+    both = []
+    for weight, rows, k, two in ((w13, inter, x.shape[1], gated), (w2, x.shape[1], inter, False)):
+        experts = [unpack(packed, rows, k, two) for packed in packing.whole(weight)]
+        both.append([torch.stack(part) for part in zip(*experts, strict=True)])
+    (w13, s13), (w2, s2) = both
+    return (x, ids, router, w13, s13, g13, w2, s2, *rest), constants | {"layout": "checkpoint"}
+
+
 def _cuda(*args, health=None, **constants) -> Tensor:
     out = _fake(*args, **constants)
     if out.numel():
+        own = constants.get("layout") == "sm90" and out.dtype == torch.bfloat16 and out.is_cuda
         with on_device_of(out):
-            _launch(out, health, *args, **constants)
+            (_launch_sm90 if own else _launch)(out, health, *args, **constants)
     return out
+
+
+def _launch_sm90(
+    out, health, x, topk_ids, topk_weights, w13, w13_block_scale, w13_global_scale, w2, w2_block_scale, w2_global_scale,
+    a13_scale=None, a2_scale=None, w13_bias=None, w2_bias=None, expert_map=None, *,
+    activation="silu", precision="w4a16", layout="sm90", alpha=1.0, beta=0.0, limit=None,
+):  # fmt: skip
+    experts = w2.shape[0]
+    x, ids, router = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+    if x.data_ptr() % 16:
+        x = x.clone()  # rows are fetched 16 bytes at a time
+    num_ids = experts if expert_map is None else expert_map.numel()
+    static = (a13_scale, a2_scale)
+    modes = (scale_mode(precision, a13_scale), scale_mode(precision, a2_scale))
+    shape = sm90.Shape(
+        ids.numel(), ids.shape[1], experts, x.shape[1], w2.shape[2] * 64, num_ids, is_gated(activation),
+        ACTIVATIONS[activation], limit is not None, modes, ids.dtype == torch.int64,
+        expert_map is not None and expert_map.dtype == torch.int64, health is not None,
+    )  # fmt: skip
+    require_warm("moe", x, shape.kernels, modes, ids.dtype, x.shape[1], shape.inter, num_ids, experts, health is None)
+
+    def quantize(rows: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        count = shape.slots if i or modes[i] == "expert" else rows.shape[0]
+        return fake_quantize(rows, count, ids, expert_map, static[i], modes[i], num_ids, experts)
+
+    counters = 0 if health is None else health.data_ptr() + 8 * COUNTERS
+    sm90.run(
+        out, x, ids, router, ((w13, w2), (w13_global_scale, w2_global_scale), (_float(w13_bias), _float(w2_bias))),
+        expert_map, shape, (alpha, beta, 0.0 if limit is None else limit), quantize, counters,
+    )  # fmt: skip
+    _count_rows(health, x, out, ids, num_ids)
+
+
+def _float(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float().contiguous()
+
+
+def _count_rows(health, x, out, ids, num_ids) -> None:
+    if health is None:
+        return
+    top_k, hidden = ids.shape[1], x.shape[1]
+    block = min(power_of_two(hidden), 1024)
+    health_kernels.count_rows[(x.shape[0],)](
+        x, out, ids, health, hidden, num_ids, TOP_K=top_k, BLOCK=block, K_BLOCK=power_of_two(top_k, 1)
+    )
 
 
 def _launch(
@@ -151,7 +234,8 @@ def _launch(
     a13_scale=None, a2_scale=None, w13_bias=None, w2_bias=None, expert_map=None, *,
     activation="silu", precision="w4a16", layout="checkpoint", alpha=1.0, beta=0.0, limit=None,
 ):  # fmt: skip
-    experts, hidden, inter = w2.shape[0], w2.shape[1], w2.shape[2] * 2
+    packed = layout == "sm90"
+    experts, hidden, inter = w2.shape[0], x.shape[1], w2.shape[2] * (64 if packed else 2)
     top_k = topk_ids.shape[1]
     slots = topk_ids.numel()
     num_ids = experts if expert_map is None else expert_map.numel()
@@ -161,7 +245,7 @@ def _launch(
         "moe", x, ids.dtype, top_k, experts, hidden, inter, num_ids, activation, precision, limit is None,
         None if a13_scale is None else a13_scale.numel(), None if a2_scale is None else a2_scale.numel(),
         None if w13_bias is None else w13_bias.dtype, None if w2_bias is None else w2_bias.dtype,
-        None if expert_map is None else expert_map.dtype, health is None, tile1.key(), tile2.key(),
+        None if expert_map is None else expert_map.dtype, health is None, packed, tile1.key(), tile2.key(),
     )  # fmt: skip
     starts = ids.new_empty(experts + 1, dtype=torch.int32)
     order = ids.new_empty(slots, dtype=torch.int32)
@@ -180,7 +264,7 @@ def _launch(
         rows, scale, order, starts, w13, w13_block_scale, w13_global_scale, w13_bias, h,
         hidden, inter, experts, divisor, alpha, beta, 0.0 if limit is None else limit,
         SCALE=mode, GATED=is_gated(activation), KIND=ACTIVATIONS[activation], LIMITED=limit is not None,
-        BLOCK_M=tile1.m, BLOCK_N=tile1.n, BLOCK_K=tile1.k, EVEN_K=hidden % tile1.k == 0, E_BLOCK=e_block,
+        BLOCK_M=tile1.m, BLOCK_N=tile1.n, BLOCK_K=tile1.k, EVEN_K=hidden % tile1.k == 0, E_BLOCK=e_block, PACKED=packed,
         num_warps=tile1.warps, num_stages=tile1.stages,
     )  # fmt: skip
     scale, mode = None, scale_mode(precision, a2_scale)
@@ -191,17 +275,14 @@ def _launch(
     kernels.gemm2[(-(-hidden // tile2.n), grid_m)](
         h, scale, router, order, starts, w2, w2_block_scale, w2_global_scale, w2_bias, partial,
         inter, hidden, experts, SCALE=mode,
-        BLOCK_M=tile2.m, BLOCK_N=tile2.n, BLOCK_K=tile2.k, EVEN_K=inter % tile2.k == 0, E_BLOCK=e_block,
+        BLOCK_M=tile2.m, BLOCK_N=tile2.n, BLOCK_K=tile2.k, EVEN_K=inter % tile2.k == 0, E_BLOCK=e_block, PACKED=packed,
         num_warps=tile2.warps, num_stages=tile2.stages,
     )  # fmt: skip
     block = min(power_of_two(hidden), 1024)
     kernels.sum_slots[(x.shape[0], -(-hidden // block))](
         partial, ids, expert_map, out, hidden, num_ids, experts, TOP_K=top_k, BLOCK=block, num_warps=4
     )
-    if health is not None:
-        health_kernels.count_rows[(x.shape[0],)](
-            x, out, ids, health, hidden, num_ids, TOP_K=top_k, BLOCK=block, K_BLOCK=power_of_two(top_k, 1)
-        )
+    _count_rows(health, x, out, ids, num_ids)
 
 
 def _check_health(health: Tensor, x: Tensor, experts: int) -> None:

@@ -1,0 +1,20 @@
+"""Hopper's own kernels: CUDA C++ compiled for sm_90a when they are first needed, and the weight layout they read."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from . import compile as build
+
+
+@functools.cache
+def unavailable(device: torch.device) -> str:
+    """Why these kernels cannot serve weights on a device, or an empty text."""
+    if device.type != "cuda":
+        return f"weights are on {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"they are machine code for sm_90a, {torch.cuda.get_device_name(device)} is sm_{capability[0]}{capability[1]}"
+    return build.unavailable()

@@ -79,16 +79,26 @@ class Gemm:
 
     entry = "gemm"
 
+    @property
+    def name(self) -> str:
+        """gemm1 or gemm2."""
+        return "gemm1" if self.first else "gemm2"
+
 
 @dataclass(frozen=True)
 class Around:
-    """The kernels of around.cu."""
+    """The kernels of around.cu (sort, cut, sum) and pack.cu."""
 
     entry: str
 
+    @property
+    def name(self) -> str:
+        """The entry."""
+        return self.entry
+
     def source(self) -> str:
-        """CUDA C++ of these kernels."""
-        return (FOLDER / "around.cu").read_text()
+        """CUDA C++ of this kernel and what stands beside it."""
+        return (FOLDER / ("pack.cu" if self.entry == "pack" else "around.cu")).read_text()
 
 
 def _defines(constants: dict) -> str:
@@ -185,7 +195,10 @@ class Kernel:
             self.smem = value.value
             device = _check(driver.cuCtxGetDevice(), "the current device")
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(driver.cuKernelSetAttribute(limit, self.smem, self.handle, device), f"{self.smem} bytes of shared memory")
+            _check(
+                driver.cuKernelSetAttribute(limit, self.smem, self.handle, device),
+                f"{self.smem} bytes of shared memory",
+            )
             self._config.sharedMemBytes = self.smem
 
     def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, stream: int) -> None:

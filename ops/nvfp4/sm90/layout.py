@@ -13,7 +13,8 @@ rotation by 4; the fourth takes two masks, after shifts by 2 and -6:
 Block scales become exponent 5, mantissa 3, bias 10, which holds the subnormals of e4m3 too. A word has those of 32
 columns: rows r and r + 8 of the even 16 at bits 11-4 and 27-20, of the odd 16 there after a rotation by 8.
 A zero scale takes its codes along (all zero), a negative one their signs, NaN stays NaN: products are what they were.
-Gate and up rows alternate in groups of 8, so that both meet in one thread. Rows and columns are padded with zero codes.
+Gate and up rows alternate in groups of 8, so that both meet in one thread. Features and columns are padded to 64 with
+zero codes.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ NAN_BYTE = 0xFC
 
 
 def blocks_of(rows: int, gated: bool) -> int:
-    """64-row blocks of a weight with ``rows`` output features (per part, if gated)."""
-    per_block = BLOCK // 2 if gated else BLOCK
-    return -(-rows // per_block)
+    """64-row blocks of a weight with ``rows`` output features (per part, if gated: two parts)."""
+    return -(-rows // BLOCK) * (2 if gated else 1)
 
 
 def steps_of(k: int) -> int:
