@@ -54,7 +54,7 @@ def gemm1(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, E_BLOCK: tl.constexpr,
     PACKED: tl.constexpr = False,
 ):  # fmt: skip
-    """h[slot] = act(x W1^T, x W3^T), rounded to h's dtype. x [*, K]; w [E, N, K/2] with rows gate then up, or PACKED."""
+    """h[slot] = act(x W1^T, x W3^T), rounded to h's dtype. x [*, K]; w [E, N, K/2], rows gate then up, or PACKED."""
     expert, first, end = find_tile(starts_ptr, E, tl.program_id(1), BLOCK_M, E_BLOCK)
     if expert < 0:
         return
