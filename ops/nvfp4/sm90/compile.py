@@ -44,6 +44,54 @@ class Tile:
     split: bool = False
     resident: int = 1
 
+    def __post_init__(self) -> None:
+        """State each constraint of gemm.cu once."""
+        per_stage = self.depth * self.blocks // (self.warpgroups if self.split else 1)
+        launched = self.threads * min(65536 // (self.threads * self.resident) // 8 * 8, 255 // 8 * 8)
+        asked = 128 * (self.registers[0] + self.warpgroups * self.registers[1])
+        rules = {
+            "tokens must be a multiple of 8 up to 128: one thread of a warpgroup stores each": (
+                self.tokens % 8 == 0 and 0 < self.tokens <= 128
+            ),
+            "widths must be multiples of 8 that ascend to tokens": (
+                self.widths == tuple(sorted(set(self.widths)))
+                and self.widths[-1:] == (self.tokens,)
+                and all(w % 8 == 0 and w > 0 for w in self.widths)
+            ),
+            "blocks must be 1 or 2": self.blocks in (1, 2),
+            "a split tile shares out depth evenly": not self.split or self.depth % self.warpgroups == 0,
+            "each warpgroup takes an even number of blocks of a stage": per_stage > 0 and per_stage % 2 == 0,
+            "producers must be 32, 64 or 128; 128 where registers are given": (
+                self.producers in ((32, 64, 128) if self.registers == (0, 0) else (128,))
+            ),
+            "registers must be multiples of 8 from 24 to 240": (
+                self.registers == (0, 0) or all(24 <= r <= 240 and r % 8 == 0 for r in self.registers)
+            ),
+            f"registers must fit the {launched} that a block is launched with, they are {asked}": asked <= launched,
+            f"a block's shared memory is at most 227 KiB / resident, this one takes {self.smem} bytes": (
+                (self.smem + 1024) * self.resident <= 228 * 1024
+            ),
+        }
+        broken = [rule for rule, holds in rules.items() if not holds]
+        if broken:
+            raise KernelBuildError(f"{self}: {'; '.join(broken)}")
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return self.warpgroups * 128 + self.producers
+
+    @property
+    def smem(self) -> int:
+        """The most shared memory that a kernel of this tile takes, in bytes."""
+        kinds = [
+            (first, gated, route)
+            for first in (True, False)
+            for gated in (first, False)
+            for route in (self.split, False)
+        ]
+        return max(Gemm(self, first, gated, route=route).smem for first, gated, route in kinds)
+
     @property
     def rows(self) -> int:
         """Weight rows of a tile."""
@@ -61,6 +109,17 @@ class Gemm:
     limited: bool = False
     scale: int = 0
     route: bool = False
+
+    @property
+    def smem(self) -> int:
+        """Bytes of shared memory, as gemm.cu lays it out (its smem_bytes)."""
+        t = self.tile
+        writers = 1 if t.split else t.warpgroups
+        pitch = (32 if self.first and self.gated else 64) * t.blocks * 2 + 16
+        stage = t.depth * (t.tokens * 128 + t.rows // 64 * 2304)
+        sums = (t.warpgroups - 1) * t.blocks * t.tokens * 256 if t.split else 0
+        barriers = t.stages * stage + writers * t.tokens * (pitch + 8) + sums
+        return (barriers + t.stages * 16 + 8 + 15) // 16 * 16 + self.route * (32 * 24 + 16) + 1024
 
     def source(self) -> str:
         """CUDA C++ of this kernel."""

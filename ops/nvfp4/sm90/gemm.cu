@@ -47,7 +47,7 @@ constexpr int PITCH = FEATURES * 2 + 16;             // bytes of a staged token,
 constexpr int OUT_BYTES = NMAX * PITCH;
 constexpr int PER_STAGE = SPLIT ? KB / WGS * RB : KB * RB;  // blocks of one warpgroup
 constexpr int WRITERS = SPLIT ? 1 : WGS;               // warpgroups that store results
-constexpr int LOADS = NMAX * 8 / PRODUCERS > 0 ? NMAX * 8 / PRODUCERS : 1;  // 16-byte pieces of one block, per thread
+constexpr int LOADS = (NMAX * 8 + PRODUCERS - 1) / PRODUCERS;  // 16-byte pieces of one block, per thread
 
 // Shared memory, from a 1024-byte boundary.
 constexpr int OFF_WEIGHTS = STAGES * X_BYTES;
