@@ -324,7 +324,8 @@ def test_first_call_inside_a_capture_is_a_sentence_and_warmup_cures_it(make_laye
     torch.cuda.synchronize()
     spec = nvfp4.ExpertsSpec(4, 112, 80)
     names = ("w13", "w13_block_scale", "w13_global_scale", "w2", "w2_block_scale", "w2_global_scale")
-    weights = nvfp4.ExpertWeights(spec, "w4a16", dict(zip(names, layer.weights, strict=True)), "raise", ())
+    tensors = dict(zip(names, layer.weights, strict=True))
+    weights = nvfp4.ExpertWeights(spec, "w4a16", "checkpoint", tensors, "raise", ())
     nvfp4.warmup(weights, (3,), top_k=2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
