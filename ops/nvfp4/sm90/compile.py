@@ -50,9 +50,7 @@ class Tile:
         launched = self.threads * min(65536 // (self.threads * self.resident) // 8 * 8, 255 // 8 * 8)
         asked = 128 * (self.registers[0] + self.warpgroups * self.registers[1])
         rules = {
-            "tokens must be a multiple of 8 up to 128: one thread of a warpgroup stores each": (
-                self.tokens % 8 == 0 and 0 < self.tokens <= 128
-            ),
+            "tokens must be a multiple of 8 up to 256": self.tokens % 8 == 0 and 0 < self.tokens <= 256,
             "widths must be multiples of 8 that ascend to tokens": (
                 self.widths == tuple(sorted(set(self.widths)))
                 and self.widths[-1:] == (self.tokens,)

@@ -337,20 +337,23 @@ __device__ __forceinline__ void gather(float (&acc)[RB][N / 2], u8* smem, int wg
                 for (int i = 0; i < N / 2; ++i) acc[r][i] += sums[((other * RB + r) * (N / 2) + i) * 128];
 }
 
-// What a tile's results are multiplied with, and where they go; thread t holds what concerns token t.
+// What a tile's results are multiplied with, and where they go; thread t holds what concerns tokens t, t + 128, ...
+constexpr int HELD = (NMAX + 127) / 128;
 struct Target {
-    int slot = 0;
-    float router = 0.f;
+    int slot[HELD] = {};
+    float router[HELD] = {};
     float g0, g1;  // 2^19 in them: decode left 2^-19 of every weight
 };
 
 __device__ __forceinline__ Target target(const Args& a, const int4& part) {
     const int t = threadIdx.x & 127;
     Target to;
-    if (t < part.z) {
-        to.slot = a.order[part.y + t];
-        if (!FIRST) to.router = a.router[part.y + t];
-    }
+#pragma unroll
+    for (int i = 0; i < HELD; ++i)
+        if (t + i * 128 < part.z) {
+            to.slot[i] = a.order[part.y + t + i * 128];
+            if (!FIRST) to.router[i] = a.router[part.y + t + i * 128];
+        }
     to.g0 = 524288.f * a.global_scale[part.x * (1 + GATED)];
     to.g1 = GATED ? 524288.f * a.global_scale[part.x * 2 + 1] : to.g0;
     return to;
@@ -364,10 +367,12 @@ __device__ __forceinline__ void finish(float (&acc)[RB][N / 2], const Args& a, c
     float* row_scales = routers + NMAX;
     u8* staged = smem + OFF_OUT + wg * OUT_BYTES;
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-    if (t < N) {
-        if (!FIRST) routers[t] = to.router;
-        if (SCALE) row_scales[t] = a.row_scale[SCALE == 3 ? to.slot / a.divisor : SCALE == 2 ? part.x : 0];
-    }
+#pragma unroll
+    for (int i = 0; i < HELD; ++i)
+        if (t + i * 128 < N) {
+            if (!FIRST) routers[t + i * 128] = to.router[i];
+            if (SCALE) row_scales[t + i * 128] = a.row_scale[SCALE == 3 ? to.slot[i] / a.divisor : SCALE == 2 ? part.x : 0];
+        }
     warpgroup_sync(wg);  // the factors are there; the tile before has left
 #pragma unroll
     for (int r = 0; r < RB; ++r) {
@@ -430,10 +435,13 @@ __device__ __forceinline__ void finish(float (&acc)[RB][N / 2], const Args& a, c
     warpgroup_sync(wg);
     // One bulk copy a token, read while the next tile is computed.
     const int column = (block + wg * RB) * (GATED ? 32 : 64), columns = min(FEATURES, a.width - column);
-    if (t < part.z && columns > 0)
-        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(a.out + (u64)to.slot * a.width + column),
-                     "r"(shared_address(staged) + t * PITCH), "r"(columns * 2)
-                     : "memory");
+#pragma unroll
+    for (int i = 0; i < HELD; ++i)
+        if (t + i * 128 < part.z && columns > 0)
+            asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
+                             a.out + (u64)to.slot[i] * a.width + column),
+                         "r"(shared_address(staged) + (t + i * 128) * PITCH), "r"(columns * 2)
+                         : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
