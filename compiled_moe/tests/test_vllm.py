@@ -105,6 +105,13 @@ def test_dead_activation_scales_are_inf_without_the_guard_and_named_with_it(back
             assert all(torch.equal(a, b) for a, b in zip(folded(backend, dead=False), healthy, strict=True))
 
 
+def test_an_expert_of_zeros_may_have_a_zero_weight_scale_there():
+    """Callers outside of the two methods hand over no codes; what could be legal is left to vLLM."""
+    given = (torch.tensor([1e-4, 0.0]), torch.tensor([float("nan"), 1e-4]), torch.ones(2), torch.ones(2))
+    report = guard._values(oracle.NvFp4MoeBackend.VLLM_CUTLASS, False, given, None)
+    assert [(f.projection, f.tensor, f.expert) for f in report.errors] == [("down_proj", "weight_scale_2", 0)]
+
+
 # vLLM's own loader and methods, with and without the guard.
 
 
