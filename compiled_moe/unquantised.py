@@ -36,11 +36,12 @@ def unquantised(model: Any, experts_implementation: str = "eager") -> Any:
 
 
 def _weights(module: NVFP4Experts) -> dict[str, Tensor]:
-    t = module.weights.tensors
-    rows = t["w13"].shape[1] // t["w13_global_scale"].shape[1]
-    scale13 = t["w13_global_scale"].repeat_interleave(rows, 1).unsqueeze(-1)
-    scale2 = t["w2_global_scale"].repeat_interleave(t["w2"].shape[1]).reshape(*t["w2"].shape[:2], 1)
-    return {
-        "gate_up_proj": dequantize(t["w13"], t["w13_block_scale"], scale13, torch.float32),
-        "down_proj": dequantize(t["w2"], t["w2_block_scale"], scale2, torch.float32),
-    }
+    """Dequantised expert by expert, whatever the layout that the kernels read."""
+    t, into, out = module.weights.tensors, [], []
+    for e in range(module.num_experts):
+        c = module.weights.checkpoint(e)
+        parts = t["w13_global_scale"].shape[1]
+        scale = t["w13_global_scale"][e].repeat_interleave(c["w13"].shape[0] // parts).unsqueeze(1)
+        into.append(dequantize(c["w13"], c["w13_block_scale"], scale, torch.float32))
+        out.append(dequantize(c["w2"], c["w2_block_scale"], t["w2_global_scale"][e : e + 1], torch.float32))
+    return {"gate_up_proj": torch.stack(into), "down_proj": torch.stack(out)}

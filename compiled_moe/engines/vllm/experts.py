@@ -69,11 +69,11 @@ class NVFP4ExpertsMethod(FusedMoEMethodBase):
     ) -> None:
         """Slots with the producer's names, each with the loader that keeps the record."""
         self.spec = spec_of(layer, num_experts, hidden_size, intermediate_size_per_partition, self.name)
-        raw = RawExperts.of(self.spec, torch.get_default_device())
+        raw = RawExperts.of(self.spec, "meta")  # for its shapes: vLLM owns this memory, one tensor a parameter
         for suffix in TENSORS[self.format]:
             canonical, _ = SUFFIXES[suffix]
             for part, buffer in zip(("w13", "w2"), BUFFERS[canonical], strict=True):
-                value = raw.tensors[buffer]
+                value = torch.zeros(raw.tensors[buffer].shape, dtype=raw.tensors[buffer].dtype)
                 if canonical == "weight_scale":
                     value = value.view(torch.float8_e4m3fn)
                 parameter = torch.nn.Parameter(value, requires_grad=False)
