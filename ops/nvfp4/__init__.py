@@ -5,10 +5,9 @@ Importing registers the operators and does nothing else: no CUDA, no patching, n
 
 from . import health
 from .dense import LinearWeights, RawLinear, check_linear, finalize_linear
-from .errors import GradError, NVFP4Error, ScaleError, ShapeError
+from .errors import CaptureError, GradError, NVFP4Error, ScaleError, ShapeError
 from .mxfp4 import from_mxfp4
 from .operators.dequantize import dequantize
-from .operators.launch import CaptureError
 from .operators.linear import linear
 from .operators.moe import moe
 from .operators.probe import probe

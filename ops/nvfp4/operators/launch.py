@@ -7,13 +7,9 @@ import contextlib
 import torch
 from torch import Tensor
 
-from ..errors import NVFP4Error
+from ..errors import CaptureError
 
 _warm: set[tuple] = set()
-
-
-class CaptureError(NVFP4Error):
-    """A kernel would have to be compiled inside a CUDA graph capture."""
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:
@@ -29,10 +25,7 @@ def require_warm(name: str, x: Tensor, *key) -> None:
     if full in _warm:
         return
     if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise CaptureError(
-            f"nvfp4::{name} runs for the first time with these shapes and constants, and inside a CUDA graph capture "
-            "nothing can be compiled; run it once before the capture, or call nvfp4.warmup(weights, tokens=...)"
-        )
+        raise CaptureError.first_call(name)
     _warm.add(full)
 
 

@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 
 from .. import native, reference, tiles
-from ..sm90 import launch as sm90
-from ..sm90 import packing
-from ..sm90.layout import unpack
-from ..format import ACTIVATIONS, PRECISIONS, is_gated
+from ..format import ACTIVATIONS, is_gated
 from ..health import COUNTERS
 from ..kernels import health as health_kernels
 from ..kernels import ids as id_kernels
 from ..kernels import moe as kernels
-from ..registry import as_bytes, need, need_activation_dtype, need_same_device, refuse_grad, register
+from ..registry import as_bytes, register
+from ..sm90 import launch as sm90
+from ..sm90 import packing
+from ..sm90.layout import unpack
 from .fake_quantize import fake_quantize, scale_mode
 from .launch import on_device_of, power_of_two, require_warm
+from .moe_check import check, check_health
 
 _WEIGHTS = (
     "Tensor x, Tensor topk_ids, Tensor topk_weights, "
@@ -30,116 +31,6 @@ _CONSTANTS = (
 )
 SCHEMA = f"moe({_WEIGHTS}{', '.join(o + '=None' for o in _OPTIONAL)}, *, {_CONSTANTS}) -> Tensor"
 SCHEMA_HEALTH = f"moe.health({_WEIGHTS}{', '.join(_OPTIONAL)}, Tensor(a!) health, *, {_CONSTANTS}) -> Tensor"
-LIMITED = ("silu", "swigluoai", "swiglustep")
-_ID_TYPES = (torch.int32, torch.int64)
-
-
-def _check(
-    x, topk_ids, topk_weights, w13, w13_block_scale, w13_global_scale, w2, w2_block_scale, w2_global_scale,
-    a13_scale, a2_scale, w13_bias, w2_bias, expert_map, activation, precision, layout, alpha, beta, limit,
-):  # fmt: skip
-    refuse_grad("moe", x, topk_weights, w13_global_scale, w2_global_scale, w13_bias, w2_bias)
-    need_activation_dtype("moe", x)
-    need_same_device(
-        "moe", x, topk_ids=topk_ids, topk_weights=topk_weights, w13=w13, w13_block_scale=w13_block_scale,
-        w13_global_scale=w13_global_scale, w2=w2, w2_block_scale=w2_block_scale, w2_global_scale=w2_global_scale,
-        a13_scale=a13_scale, a2_scale=a2_scale, w13_bias=w13_bias, w2_bias=w2_bias, expert_map=expert_map,
-    )  # fmt: skip
-    _check_constants(activation, precision, layout, alpha, beta, limit)
-    _check_routing(x, topk_ids, topk_weights, expert_map)
-    parts = 2 if is_gated(activation) else 1
-    if layout == "sm90":
-        experts, hidden, inter = w2.shape[0], x.shape[1], w2.shape[2] * 64 if w2.dim() == 4 else 0
-        _check_packed("w13", w13, w13_block_scale, packing.packed_shape(inter * parts, hidden, parts == 2))
-        _check_packed("w2", w2, w2_block_scale, packing.packed_shape(hidden, inter, False))
-    else:
-        experts, hidden, half = w2.shape if w2.dim() == 3 else (0, 0, 0)
-        inter = half * 2
-        _check_weight("w13", w13, w13_block_scale, (experts, inter * parts, hidden))
-        _check_weight("w2", w2, w2_block_scale, (experts, hidden, inter))
-        need(x.shape[1] == hidden, "moe", f"x has {x.shape[1]} columns; w2 gives hidden size {hidden}")
-    need(
-        tuple(w13_global_scale.shape) == (experts, parts) and tuple(w2_global_scale.shape) == (experts,),
-        "moe",
-        f"global scales are {tuple(w13_global_scale.shape)} and {tuple(w2_global_scale.shape)}; "
-        f"need [{experts}, {parts}] (gate, up) and [{experts}]",
-    )
-    need(w13_global_scale.dtype == w2_global_scale.dtype == torch.float32, "moe", "global scales must be float32")
-    for name, scale in (("a13_scale", a13_scale), ("a2_scale", a2_scale)):
-        if precision == "w4a4_static":
-            need(
-                scale is not None and scale.dtype == torch.float32 and tuple(scale.shape) in ((1,), (experts,)),
-                "moe",
-                f"w4a4_static needs {name} as float32 [1] or [{experts}]; use w4a4_per_token where there is none",
-            )
-    for name, bias, shape in (
-        ("w13_bias", w13_bias, (experts, inter * parts)),
-        ("w2_bias", w2_bias, (experts, hidden)),
-    ):
-        need(bias is None or tuple(bias.shape) == shape, "moe", f"{name} must be {list(shape)}")
-
-
-def _check_constants(activation, precision, layout, alpha, beta, limit) -> None:
-    need(activation in ACTIVATIONS, "moe", f"activation is {activation!r}; known are {', '.join(ACTIVATIONS)}")
-    need(precision in PRECISIONS, "moe", f"precision is {precision!r}; known are {', '.join(PRECISIONS)}")
-    need(layout in ("checkpoint", "sm90"), "moe", f"layout is {layout!r}; known are 'checkpoint' and 'sm90'")
-    need(
-        activation == "swigluoai" or (alpha == 1.0 and beta == 0.0),
-        "moe",
-        f"alpha {alpha} and beta {beta} belong to swigluoai; {activation} would ignore them",
-    )
-    need(limit is None or activation in LIMITED, "moe", f"limit {limit} has no meaning for {activation}; leave it out")
-
-
-def _check_routing(x, topk_ids, topk_weights, expert_map) -> None:
-    need(x.dim() == 2, "moe", f"x has shape {tuple(x.shape)}; need [tokens, hidden]")
-    need(
-        topk_ids.dim() == 2 and topk_ids.shape == topk_weights.shape and topk_ids.shape[0] == x.shape[0],
-        "moe",
-        f"topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)} must both be "
-        f"[{x.shape[0]}, top_k]",
-    )
-    need(topk_ids.dtype in _ID_TYPES, "moe", f"topk_ids are {topk_ids.dtype}; need int32 or int64, convert them")
-    need(
-        topk_weights.dtype == torch.float32,
-        "moe",
-        f"topk_weights are {topk_weights.dtype}; router weights stay float32",
-    )
-    need(
-        expert_map is None or (expert_map.dim() == 1 and expert_map.dtype in _ID_TYPES),
-        "moe",
-        "expert_map must be int32 or int64 [global experts], local ids, -1 for experts elsewhere",
-    )
-
-
-def _check_weight(name: str, codes: Tensor, block_scale: Tensor, shape: tuple[int, int, int]) -> None:
-    experts, n, k = shape
-    need(
-        codes.dtype == block_scale.dtype == torch.uint8
-        and tuple(codes.shape) == (experts, n, k // 2)
-        and tuple(block_scale.shape) == (experts, n, k // 16)
-        and k % 16 == 0
-        and codes.is_contiguous()
-        and block_scale.is_contiguous(),
-        "moe",
-        f"{name} is {codes.dtype} {tuple(codes.shape)} with block scales {block_scale.dtype} "
-        f"{tuple(block_scale.shape)}; need contiguous uint8 [{experts}, {n}, {k}/2] and [{experts}, {n}, {k}/16]",
-    )
-
-
-def _check_packed(name: str, codes: Tensor, block_scale: Tensor, shape: tuple[int, int, int]) -> None:
-    blocks, steps, size = shape
-    strides = (blocks * steps * size, steps * size, size, 1)
-    need(
-        codes.dtype == block_scale.dtype == torch.uint8
-        and tuple(codes.shape[1:]) == (blocks, steps, packing.CODE_BYTES)
-        and tuple(block_scale.shape) == (*codes.shape[:3], packing.SCALE_BYTES)
-        and codes.stride() == block_scale.stride() == strides
-        and block_scale.storage_offset() == codes.storage_offset() + packing.CODE_BYTES,
-        "moe",
-        f"{name} {tuple(codes.shape)} with block scales {tuple(block_scale.shape)} are not the two views of one packed "
-        f"weight uint8 [E, {blocks}, {steps}, {size}] that layout 'sm90' means; take both from nvfp4.finalize",
-    )
 
 
 def _fake(
@@ -147,7 +38,7 @@ def _fake(
     a13_scale=None, a2_scale=None, w13_bias=None, w2_bias=None, expert_map=None, *,
     activation="silu", precision="w4a16", layout="checkpoint", alpha=1.0, beta=0.0, limit=None,
 ):  # fmt: skip
-    _check(
+    check(
         x, topk_ids, topk_weights, w13, w13_block_scale, w13_global_scale, w2, w2_block_scale, w2_global_scale,
         a13_scale, a2_scale, w13_bias, w2_bias, expert_map, activation, precision, layout, alpha, beta, limit,
     )  # fmt: skip
@@ -196,27 +87,26 @@ def _launch_sm90(
     num_ids = experts if expert_map is None else expert_map.numel()
     static = (a13_scale, a2_scale)
     modes = (scale_mode(precision, a13_scale), scale_mode(precision, a2_scale))
-    shape = sm90.Shape(
+    layer = sm90.Layer(
         ids.numel(), ids.shape[1], experts, x.shape[1], w2.shape[2] * 64, num_ids, is_gated(activation),
-        ACTIVATIONS[activation], limit is not None, modes, ids.dtype == torch.int64,
-        expert_map is not None and expert_map.dtype == torch.int64, health is not None,
+        ACTIVATIONS[activation], limit, alpha, beta, modes, ids.dtype == torch.int64,
+        expert_map is not None and expert_map.dtype == torch.int64, health is not None, x.device.index,
     )  # fmt: skip
-    require_warm("moe", x, shape.kernels, modes, ids.dtype, x.shape[1], shape.inter, num_ids, experts, health is None)
+    if precision != "w4a16" or health is not None:  # Triton kernels take part
+        require_warm("moe", x, ids.dtype, *layer[1:])
 
     def quantize(rows: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        count = shape.slots if i or modes[i] == "expert" else rows.shape[0]
+        count = layer.slots if i or modes[i] == "expert" else rows.shape[0]
         return fake_quantize(rows, count, ids, expert_map, static[i], modes[i], num_ids, experts)
 
     counters = 0 if health is None else health.data_ptr() + 8 * COUNTERS
-    sm90.run(
-        out, x, ids, router, ((w13, w2), (w13_global_scale, w2_global_scale), (_float(w13_bias), _float(w2_bias))),
-        expert_map, shape, (alpha, beta, 0.0 if limit is None else limit), quantize, counters,
-    )  # fmt: skip
+    weights = ((w13, w13_global_scale, _float(w13_bias)), (w2, w2_global_scale, _float(w2_bias)))
+    sm90.run(out, x, ids, router, weights, expert_map, layer, quantize, counters)
     _count_rows(health, x, out, ids, num_ids)
 
 
 def _float(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.float().contiguous()
+    return None if bias is None else bias.to(torch.float32)  # as finalize left it
 
 
 def _count_rows(health, x, out, ids, num_ids) -> None:
@@ -285,26 +175,16 @@ def _launch(
     _count_rows(health, x, out, ids, num_ids)
 
 
-def _check_health(health: Tensor, x: Tensor, experts: int) -> None:
-    need_same_device("moe.health", x, health=health)
-    need(
-        health.dtype == torch.int64 and tuple(health.shape) == (COUNTERS + experts,) and health.is_contiguous(),
-        "moe.health",
-        f"health is {health.dtype} {tuple(health.shape)}; need a contiguous int64 [{COUNTERS + experts}] row, "
-        "as nvfp4.health.buffer makes",
-    )
-
-
 def _fake_health(*args, **constants) -> Tensor:
     *inputs, health = args
     out = _fake(*inputs, **constants)
-    _check_health(health, inputs[0], inputs[6].shape[0])
+    check_health(health, inputs[0], inputs[6].shape[0])
     return out
 
 
 def _cpu_health(*args, **constants) -> Tensor:
     *inputs, health = args
-    _check_health(health, inputs[0], inputs[6].shape[0])
+    check_health(health, inputs[0], inputs[6].shape[0])
     out = _cpu(*inputs, **constants)
     reference.count_health(inputs[0], out, inputs[1], inputs[13], inputs[6].shape[0], health)
     return out
@@ -312,7 +192,7 @@ def _cpu_health(*args, **constants) -> Tensor:
 
 def _cuda_health(*args, **constants) -> Tensor:
     *inputs, health = args
-    _check_health(health, inputs[0], inputs[6].shape[0])
+    check_health(health, inputs[0], inputs[6].shape[0])
     return _cuda(*inputs, health=health, **constants)
 
 

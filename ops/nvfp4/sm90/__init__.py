@@ -16,5 +16,6 @@ def unavailable(device: torch.device) -> str:
         return f"weights are on {device}"
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
-        return f"they are machine code for sm_90a, {torch.cuda.get_device_name(device)} is sm_{capability[0]}{capability[1]}"
+        name = torch.cuda.get_device_name(device)
+        return f"they are machine code for sm_90a, {name} is sm_{capability[0]}{capability[1]}"
     return build.unavailable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import os
@@ -11,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import NVFP4Error
+import torch
+
+from ..errors import CaptureError, NVFP4Error
 
 FOLDER = Path(__file__).parent
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "--device-as-default-execution-space")
@@ -27,7 +28,7 @@ class Tile:
 
     Attributes:
         tokens: width of a tile, and ``widths`` the products it may use, narrower ones for tiles with fewer rows.
-        warpgroups, blocks: consumers, and 64-row blocks of each. depth: 64-column blocks per stage. stages: of the ring.
+        warpgroups, blocks: consumers, and 64-row blocks of each. depth: 64-column blocks per stage, stages of the ring.
         registers: of a producer's and of a consumer's thread; (0, 0): what the compiler gives all.
         producers: threads that fill the ring (128 where registers are given).
         split: all warpgroups take the same rows and share out K. resident: blocks per SM.
@@ -110,7 +111,7 @@ class Gemm:
 
     @property
     def smem(self) -> int:
-        """Bytes of shared memory, as gemm.cu lays it out (its smem_bytes)."""
+        """Bytes of shared memory, as gemm.cu lays it out (and asserts)."""
         t = self.tile
         writers = 1 if t.split else t.warpgroups
         pitch = (32 if self.first and self.gated else 64) * t.blocks * 2 + 16
@@ -126,7 +127,8 @@ class Gemm:
             "NMAX": t.tokens, "WGS": t.warpgroups, "RB": t.blocks, "KB": t.depth, "STAGES": t.stages,
             "PRODUCER_REGS": t.registers[0], "CONSUMER_REGS": t.registers[1], "FIRST": int(self.first),
             "GATED": int(self.first and self.gated), "KIND": self.kind, "LIMITED": int(self.limited),
-            "SCALE": self.scale, "ROUTE": int(self.route), "SPLIT": int(t.split), "PRODUCERS": t.producers, "MIN_BLOCKS": t.resident,
+            "SCALE": self.scale, "ROUTE": int(self.route), "SPLIT": int(t.split), "PRODUCERS": t.producers,
+            "MIN_BLOCKS": t.resident, "EXPECTED_SMEM": self.smem,
             "FOR_VARIANTS(F)": " ".join(f"F({n})" for n in t.widths),
         }  # fmt: skip
         text = (FOLDER / "gemm.cu").read_text()
@@ -147,6 +149,7 @@ class Around:
     """The kernels of around.cu (sort, cut, sum) and pack.cu."""
 
     entry: str
+    smem = 0
 
     @property
     def name(self) -> str:
@@ -170,7 +173,8 @@ def _wgmma(n: int) -> str:
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(regs))
     return (
         f"template <>\n__device__ __forceinline__ void wgmma<{n}>(float* d, const u32* a, u64 desc) {{\n"
-        f'    asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{d}}}, {{{a}}}, %{regs + 4}, 1, 1, 1, 0;"\n'
+        f'    asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{d}}}, {{{a}}}, "\n'
+        f'        "%{regs + 4}, 1, 1, 1, 0;"\n'
         f"        : {outputs}\n"
         '        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc));\n}\n'
     )
@@ -226,51 +230,20 @@ def binary(source: str) -> bytes:
     return code
 
 
-class Kernel:
-    """A loaded kernel, ready for ``launch``."""
-
-    def __init__(self, spec: Gemm | Around) -> None:
-        from cuda.bindings import driver
-
-        self._driver = driver
-        self.code = binary(spec.source())
-        library = _check(driver.cuLibraryLoadData(self.code, [], [], 0, [], [], 0), "loading a kernel")
-        self._library = library
-        self.handle = _check(driver.cuLibraryGetKernel(library, spec.entry.encode()), f"finding {spec.entry}")
-        self.function = driver.CUfunction(int(self.handle))
-        self.smem = 0
-        overlap = driver.CUlaunchAttribute()
-        overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        overlap.value.programmaticStreamSerializationAllowed = 1
-        self._config = driver.CUlaunchConfig()
-        self._config.gridDimZ = self._config.blockDimY = self._config.blockDimZ = 1
-        self._config.attrs, self._config.numAttrs = [overlap], 1
-        if isinstance(spec, Gemm):
-            address, _ = _check(driver.cuLibraryGetGlobal(library, b"smem_bytes"), "reading smem_bytes")
-            value = ctypes.c_int()
-            _check(driver.cuMemcpyDtoH(ctypes.addressof(value), address, 4), "reading smem_bytes")
-            self.smem = value.value
-            device = _check(driver.cuCtxGetDevice(), "the current device")
-            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(
-                driver.cuKernelSetAttribute(limit, self.smem, self.handle, device),
-                f"{self.smem} bytes of shared memory",
-            )
-            self._config.sharedMemBytes = self.smem
-
-    def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, stream: int) -> None:
-        """Launch on a stream with one structure of arguments; it may begin before the kernel before it has ended."""
-        config = self._config
-        config.gridDimX, config.gridDimY = grid
-        config.blockDimX = threads
-        config.hStream = stream
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        code = self._driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0)[0]
-        if int(code):
-            raise KernelBuildError(f"a kernel did not launch: {code.name}")
-
-
 @functools.cache
-def kernel(spec: Gemm | Around, device: int) -> Kernel:
-    """The kernel of a spec; built once per process and device, which must be current."""
-    return Kernel(spec)
+def load(spec: Gemm | Around, device: int) -> int:
+    """Address of a kernel's function on a device, which must be current; built and loaded once per process.
+
+    Raises:
+        CaptureError: it would have to be built inside a capture. KernelBuildError.
+    """
+    from cuda.bindings import driver
+
+    if torch.cuda.is_current_stream_capturing():
+        raise CaptureError.first_call("moe")
+    library = _check(driver.cuLibraryLoadData(binary(spec.source()), [], [], 0, [], [], 0), "loading a kernel")
+    kernel = _check(driver.cuLibraryGetKernel(library, spec.entry.encode()), f"finding {spec.entry}")
+    if spec.smem:
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check(driver.cuKernelSetAttribute(limit, spec.smem, kernel, device), f"{spec.smem} bytes of shared memory")
+    return int(kernel)

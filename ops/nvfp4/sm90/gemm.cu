@@ -58,7 +58,7 @@ constexpr int OFF_FULL = OFF_FACTOR + WRITERS * NMAX * 8;
 constexpr int OFF_EMPTY = OFF_FULL + STAGES * 8;
 constexpr int OFF_ROUTE = (OFF_EMPTY + STAGES * 8 + 8 + 15) / 16 * 16;
 constexpr int SMEM_BYTES = OFF_ROUTE + ROUTE * (32 * 24 + 16) + 1024;
-extern "C" __device__ const int smem_bytes = SMEM_BYTES;
+static_assert(SMEM_BYTES == EXPECTED_SMEM, "compile.py counts shared memory differently");
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void bar_init(u32 bar, u32 count) {

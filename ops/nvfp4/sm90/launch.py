@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import compile as build
 from . import tiles
+from .driver import Launch
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 MANY = 8192
@@ -42,14 +44,13 @@ class _Sum(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True)
-class Shape:
+class Layer(NamedTuple):
     """What a launch depends on, apart from addresses.
 
     Attributes:
         slots, top_k, experts, hidden: as they are; inter: padded to 64. num_ids: global experts.
-        gated, kind, limited: the activation. mode: how activations are scaled (see kernels.moe.row_scale), for each
-        GEMM. wide_ids, wide_map: int64. counted: with health.
+        gated, kind, limit, alpha, beta: the activation. mode: how activations are scaled (see kernels.moe.row_scale),
+        for each GEMM. wide_ids, wide_map: int64. counted: with health. device: index.
     """
 
     slots: int
@@ -60,106 +61,106 @@ class Shape:
     num_ids: int
     gated: bool
     kind: int
-    limited: bool
+    limit: float | None
+    alpha: float
+    beta: float
     mode: tuple[str, str]
     wide_ids: bool
     wide_map: bool
     counted: bool
-
-    @property
-    def tile(self) -> build.Tile:
-        """The tile of both GEMMs: the routed rows are cut once."""
-        return tiles.choose(self.slots, self.experts, self.hidden, self.inter)
-
-    @property
-    def kernels(self) -> tuple[build.Gemm | build.Around, ...]:
-        """Every kernel of the layer, in order."""
-        few = self.tile.split and self.slots <= tiles.FEW and not self.counted
-        first = build.Gemm(self.tile, True, self.gated, self.kind, self.limited, SCALES[self.mode[0]], few)
-        second = build.Gemm(self.tile, False, False, 0, False, SCALES[self.mode[1]], few)
-        sort = () if few else (build.Around("sort"),)
-        cut = (build.Around("cut"),) if self.slots > MANY else ()
-        return (*sort, *cut, first, second, build.Around("sum"))
+    device: int
 
 
 class Plan:
-    """The kernels of a shape, loaded, and the launch sizes."""
+    """The kernels of a layer, loaded, with all that does not change between calls.
 
-    def __init__(self, shape: Shape, device: int) -> None:
-        tile = self.tile = shape.tile
-        self.kernels = {k.name: build.kernel(k, device) for k in shape.kernels}
-        # Tiles are at most a short one for each expert and the full ones; with as many rows as tiles, one each.
-        self.most = min(shape.slots, shape.experts + shape.slots // tile.tokens)
-        self.rows = -(-shape.slots // 4) * 4
-        self.threads = 256 if shape.slots <= 1024 else 1024
-        parts = 2 if shape.gated else 1
-        self.blocks = (shape.inter * parts // 64, -(-shape.hidden // 64))
-        self.row_tiles = tuple(-(-b * 64 // tile.rows) for b in self.blocks)
-        room = torch.cuda.get_device_properties(device).multi_processor_count * tile.resident
-        self.grids = tuple((min(room, self.most * r), 1) for r in self.row_tiles)
+    Raises:
+        CaptureError: a kernel would have to be built inside a capture.
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        tile = tiles.choose(layer.slots, layer.experts, layer.hidden, layer.inter)
+        self.layer, self.tile = layer, tile
+        few = tile.split and layer.slots <= tiles.FEW and not layer.counted
+        many = layer.slots > MANY
+        # Tiles are the full ones and at most a short one for each expert; never more than rows.
+        self.most = min(layer.slots, layer.experts + layer.slots // tile.tokens)
+        self.rows = -(-layer.slots // 4) * 4
+        self.words = 2 * self.rows + 4 * self.most + 4 + layer.experts
+        room = torch.cuda.get_device_properties(layer.device).multi_processor_count * tile.resident
+        routing = {"num_ids": layer.num_ids, "experts": layer.experts, "wide_ids": layer.wide_ids,
+                   "wide_map": layer.wide_map}  # fmt: skip
+
+        def kernel(spec: build.Gemm | build.Around, threads: int, arguments: ctypes.Structure) -> Launch:
+            return Launch(build.load(spec, layer.device), threads, spec.smem, arguments)
+
+        sort = _Sort(slots=layer.slots, tile=tile.tokens, **routing)
+        threads = 256 if layer.slots <= 1024 else 1024
+        self.sort = None if few else kernel(build.Around("sort"), threads, sort)
+        self.cut = kernel(build.Around("cut"), 1024, sort) if many else None
+        self.gemms, self.grids = [], []
+        parts = 2 if layer.gated else 1
+        for first in (True, False):
+            k, width = (layer.hidden, layer.inter) if first else (layer.inter, layer.hidden)
+            blocks = layer.inter * parts // 64 if first else -(-layer.hidden // 64)
+            row_tiles = -(-blocks * 64 // tile.rows)
+            scale = SCALES[layer.mode[0 if first else 1]]
+            spec = build.Gemm(tile, first, layer.gated, layer.kind if first else 0, first and layer.limit is not None,
+                              scale, few)  # fmt: skip
+            # One row of x for each token, unless each expert quantised its own.
+            divisor = layer.top_k if first and layer.mode[0] != "expert" else 1
+            arguments = _Gemm(K=k, width=width, blocks=blocks, row_tiles=row_tiles, divisor=divisor, slots=layer.slots,
+                              alpha=layer.alpha, beta=layer.beta, limit=layer.limit or 0.0, **routing)  # fmt: skip
+            self.gemms.append(kernel(spec, tile.threads, arguments))
+            self.grids.append((min(room, self.most * row_tiles), 1))
+        self.sum = kernel(build.Around("sum"), 256, _Sum(width=layer.hidden, top_k=layer.top_k, **routing))
 
 
-plan = functools.lru_cache(maxsize=1024)(Plan)
+plan = functools.lru_cache(maxsize=4096)(Plan)
 
 
-def _pointer(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
-
-
-def run(
-    out: Tensor,
-    x: Tensor,
-    ids: Tensor,
-    router: Tensor,
-    weights: tuple,
-    expert_map: Tensor | None,
-    shape: Shape,
-    constants: tuple[float, float, float],
-    quantize,
-    health: int = 0,
-) -> None:
+def run(out: Tensor, x: Tensor, ids: Tensor, router: Tensor, weights: tuple, expert_map: Tensor | None, layer: Layer,
+        quantize: Callable[[Tensor, int], tuple[Tensor, Tensor]], health: int = 0) -> None:  # fmt: skip
     """Launch the layer into ``out`` on the current stream.
 
     Args:
-        out: [tokens, H] bfloat16. x: the same, contiguous. ids, router: contiguous [tokens, k].
-        weights: w13 and w2 (views of packed weights), their global scales, and float32 biases or None, in pairs.
-        constants: alpha, beta, limit. quantize: called as quantize(x or h, 0 or 1) where a mode asks for it; returns
-            rows and their scale. health: address of the first tokens-per-expert counter, or 0.
+        out: [tokens, H] bfloat16. x: the same, contiguous, from a multiple of 16 bytes. ids, router: contiguous
+            [tokens, k]. weights: for each GEMM, the packed weight, its global scales, and a float32 bias or None.
+        quantize: called as quantize(x or h, 0 or 1) where the layer's mode asks for it; returns rows and their scale.
+        health: address of the first tokens-per-expert counter, or 0.
     """
-    device = x.device.index
-    p = plan(shape, device)
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    (w13, w2), (g13, g2), (b13, b2) = weights
-    meta = torch.empty(2 * p.rows + 4 * p.most + 4 + shape.experts, dtype=torch.int32, device=x.device)
+    p = plan(layer)
+    stream = torch._C._cuda_getCurrentRawStream(layer.device)
+    meta = torch.empty(p.words, dtype=torch.int32, device=x.device)
     order = meta.data_ptr()
     by_expert = order + 4 * p.rows
     cuts = by_expert + 4 * p.rows
     num_tiles = cuts + 16 * p.most
-    routed = (ids.data_ptr(), _pointer(expert_map))
-    if "sort" in p.kernels:
-        counts = num_tiles + 4 if "cut" in p.kernels else 0
-        arguments = _Sort(*routed, router.data_ptr(), order, by_expert, counts, cuts, num_tiles, health, shape.slots,
-                          shape.num_ids, shape.experts, p.tile.tokens, shape.wide_ids, shape.wide_map)  # fmt: skip
-        p.kernels["sort"].launch((shape.experts, 1), p.threads, arguments, stream)
-        if counts:
-            p.kernels["cut"].launch((1, 1), 1024, arguments, stream)
-    rows: Tensor = x
-    for i, (w, g, b, k, width) in enumerate(
-        ((w13, g13, b13, shape.hidden, shape.inter), (w2, g2, b2, shape.inter, shape.hidden))
-    ):
+    id_pointer, map_pointer, router_pointer = ids.data_ptr(), _pointer(expert_map), router.data_ptr()
+    if p.sort is not None:
+        a = p.sort.arguments
+        a.ids, a.map, a.router, a.order, a.sorted = id_pointer, map_pointer, router_pointer, order, by_expert
+        a.counts, a.tiles, a.num_tiles, a.health = num_tiles + 4 if p.cut else 0, cuts, num_tiles, health
+        p.sort((layer.experts, 1), stream)
+        if p.cut is not None:
+            p.cut((1, 1), stream)
+    rows = x
+    for i, (weight, global_scale, bias) in enumerate(weights):
         scale = None
-        if shape.mode[i] != "none":
+        if layer.mode[i] != "none":
             rows, scale = quantize(rows, i)
-        divisor = shape.slots // rows.shape[0]
-        target = torch.empty((shape.slots, width), dtype=torch.bfloat16, device=x.device)
-        arguments = _Gemm(w.data_ptr(), g.data_ptr(), _pointer(b), rows.data_ptr(), _pointer(scale), by_expert, order,
-                          cuts, num_tiles, *routed, router.data_ptr(), target.data_ptr(), k, width, p.blocks[i],
-                          p.row_tiles[i], divisor, shape.slots, shape.num_ids, shape.experts, shape.wide_ids,
-                          shape.wide_map, *constants)  # fmt: skip
-        p.kernels[f"gemm{i + 1}"].launch(p.grids[i], p.tile.warpgroups * 128 + p.tile.producers, arguments, stream)
+        target = torch.empty((layer.slots, (layer.inter, layer.hidden)[i]), dtype=torch.bfloat16, device=x.device)
+        a = p.gemms[i].arguments
+        a.weights, a.global_scale, a.bias = weight.data_ptr(), global_scale.data_ptr(), _pointer(bias)
+        a.x, a.row_scale, a.router, a.order, a.tiles = rows.data_ptr(), _pointer(scale), by_expert, order, cuts
+        a.num_tiles, a.ids, a.map, a.topk_weights = num_tiles, id_pointer, map_pointer, router_pointer
+        a.out = target.data_ptr()
+        p.gemms[i](p.grids[i], stream)
         rows = target
-    p.kernels["sum"].launch(
-        (out.shape[0], -(-shape.hidden // 2048)), 256,
-        _Sum(rows.data_ptr(), *routed, out.data_ptr(), shape.hidden, shape.top_k, shape.num_ids, shape.experts,
-             shape.wide_ids, shape.wide_map), stream,
-    )  # fmt: skip
+    a = p.sum.arguments
+    a.partial, a.ids, a.map, a.out = rows.data_ptr(), id_pointer, map_pointer, out.data_ptr()
+    p.sum((out.shape[0], -(-layer.hidden // 2048)), stream)
+
+
+def _pointer(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()

@@ -114,7 +114,7 @@ def _half(codes: Tensor, other: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, rows: int, k: int, gated: bool) -> tuple[Tensor, Tensor]:
-    """The inverse, up to the zero blocks' codes and scales, which come back as zeros: codes [N, K/2], bytes [N, K/16]."""
+    """The inverse, but that blocks of scale zero come back with zero codes: codes [N, K/2], scales [N, K/16]."""
     blocks, steps = packed.shape[:2]
     tiles, scales = packed.split([CODE_BYTES, SCALE_BYTES], -1)
     pair = tiles.reshape(blocks, steps, 4, 8, 4, 4, 2, 2).int()

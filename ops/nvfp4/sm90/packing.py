@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import compile as build
+from .driver import Launch
 from .layout import BLOCK, CODE_BYTES, SCALE_BYTES, blocks_of, pack, steps_of
 
 BYTES = CODE_BYTES + SCALE_BYTES
@@ -61,12 +62,17 @@ def pack_experts(codes: Tensor, block_scale: Tensor, gated: bool, store: Tensor 
             out[e] = pack(codes[e], block_scale[e], gated)
         return out
     with torch.cuda.device(codes.device):
-        kernel = build.kernel(build.Around("pack"), codes.device.index)
+        arguments = _Pack(None, None, None, rows, k, int(gated))
+        launch = Launch(build.load(build.Around("pack"), codes.device.index), 128, 0, arguments)
         stream = torch.cuda.current_stream().cuda_stream
         one = torch.empty(shape, dtype=torch.uint8, device=codes.device)
         for e in range(experts):
-            arguments = _Pack(codes[e].data_ptr(), block_scale[e].data_ptr(), one.data_ptr(), rows, k, int(gated))
-            kernel.launch((shape[1], shape[0]), 128, arguments, stream)
+            arguments.codes, arguments.scales, arguments.out = (
+                codes[e].data_ptr(),
+                block_scale[e].data_ptr(),
+                one.data_ptr(),
+            )
+            launch((shape[1], shape[0]), stream)
             out[e].copy_(one)
     return out
 

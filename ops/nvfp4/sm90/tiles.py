@@ -6,6 +6,7 @@ import functools
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from .compile import Tile
 
@@ -18,15 +19,17 @@ FEW = 32
 def table(path: Path = TABLE) -> tuple[dict[str, Tile], list[dict]]:
     """Named tiles, and rules in order: the first whose limits hold says the tile.
 
-    Rules have ``tile`` and any of ``slots`` (at most this many routed rows), ``mean`` (at most this many per expert) and
-    ``weights`` (at most this many in one expert).
+    Rules have ``tile`` and any of these upper limits: ``slots`` routed rows in all, ``mean`` of them per expert, and
+    ``weights`` in one expert.
     """
     data = json.loads(path.read_text())
-    tiles = {
-        name: Tile(**{k: tuple(v) if isinstance(v, list) else v for k, v in t.items()})
-        for name, t in data["tiles"].items()
-    }
-    return tiles, data["rules"]
+    return {name: from_json(tile) for name, tile in data["tiles"].items()}, data["rules"]
+
+
+def from_json(tile: dict[str, Any]) -> Tile:
+    """A tile from what ``as_json`` makes of it."""
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tile.items()}
+    return Tile(**values)
 
 
 @functools.cache
