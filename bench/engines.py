@@ -8,7 +8,6 @@ generate, which waits for each token anyway; launches come from the profiler. `-
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 import statistics
 import sys
@@ -108,9 +107,8 @@ def shipped(device: str) -> tuple[Any, Any]:
     """The shipped model through from_pretrained, and transformers' own with the dequantised experts."""
     from transformers import AutoModelForCausalLM
 
-    compiled_moe.register_transformers()
-    where = {"device_map": device} if importlib.util.find_spec("accelerate") else {}  # transformers' rule
-    ours: Any = AutoModelForCausalLM.from_pretrained(compiled_moe.DEMO, dtype=torch.bfloat16, **where)
+    compiled_moe.register_transformers(device=device)
+    ours: Any = AutoModelForCausalLM.from_pretrained(compiled_moe.DEMO, dtype=torch.bfloat16)
     ours = ours.to(device)
     return ours, unquantised(ours, "grouped_mm")
 

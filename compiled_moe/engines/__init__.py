@@ -15,6 +15,7 @@ def register_transformers(
     policy: str = "raise",
     repairs: tuple[str, ...] = (),
     methods: tuple[str, ...] = ("modelopt", "compressed-tensors", "mxfp4"),
+    device: str | None = None,
 ) -> None:
     """Let transformers' ``from_pretrained`` read NVFP4 checkpoints through this package, until it is called again.
 
@@ -24,6 +25,8 @@ def register_transformers(
     Args:
         precision, policy, repairs: see ``nvfp4.finalize``.
         methods: values of ``quant_method`` to look at; none at all leaves transformers as it was.
+        device: where quantised layers are finalized, and laid out for its kernels, when ``from_pretrained`` gets no
+            ``device_map``; move the rest there with ``.to(device)``. Without both, transformers loads to the CPU.
 
     Raises:
         MachineError: transformers is not installed.
@@ -32,7 +35,7 @@ def register_transformers(
         from . import transformers
     except ModuleNotFoundError as error:
         raise MachineError(_NEEDS_TRANSFORMERS) from error
-    transformers.register(transformers.Rules(precision, policy, tuple(repairs)), methods)
+    transformers.register(transformers.Rules(precision, policy, tuple(repairs), device), methods)
 
 
 def quantization_config(folder: str | Path) -> Any:

@@ -35,11 +35,12 @@ _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 class Rules(NamedTuple):
-    """What ``nvfp4.finalize`` is asked for."""
+    """What ``nvfp4.finalize`` is asked for, and where."""
 
     precision: str
     policy: str
     repairs: tuple[str, ...]
+    device: str | None = None
 
 
 class NVFP4Checkpoint(QuantizationConfigMixin):
@@ -124,8 +125,8 @@ class NVFP4Quantizer(HfQuantizer):
         if not checkpoint_files:
             raise CheckpointError("from_pretrained was given a state_dict; NVFP4 experts are read from the files")
         checkpoint = Checkpoint.open(Path(checkpoint_files[0]).parent)
-        device_of = _placement(device_map)
-        precision, policy, repairs = self.rules
+        precision, policy, repairs, device = self.rules
+        device_of = _placement(device_map, device)
         checked = (precision, "report" if policy == "raise" else policy, repairs)
         with torch.device("cpu"):  # transformers builds under the meta device
             filler = Filler(model, checkpoint, device_of(""), checked, device_of)
@@ -162,10 +163,10 @@ class NVFP4Quantizer(HfQuantizer):
         return state, {}
 
 
-def _placement(device_map: Any) -> Callable[[str], torch.device]:
+def _placement(device_map: Any, default: str | None = None) -> Callable[[str], torch.device]:
     """Module name to device, for what ``from_pretrained`` makes of ``device_map``."""
     if device_map is None:
-        device_map = {"": "cpu"}
+        device_map = {"": default or "cpu"}
     if isinstance(device_map, str) and device_map in _AUTOMATIC:
         if torch.accelerator.device_count() > 1:
             raise CheckpointError(

@@ -258,5 +258,7 @@ def test_a_device_map_places_experts_by_their_longest_prefix():
     assert [device_of(f"model.layers.{i}.mlp.experts").type for i in (0, 11, 2)] == ["cpu", "meta", "cpu"]
     assert device_of("model.layers.1.mlp.experts") == torch.device("cuda", 1)
     assert _placement(None)("x") == _placement("auto")("x") == torch.device("cpu")
+    assert _placement(None, "cuda:1")("x") == torch.device("cuda", 1)
+    assert _placement("cpu", "cuda:1")("x") == torch.device("cpu")
     with pytest.raises(compiled_moe.CheckpointError, match="to disk"):
         _placement({"": "cpu", "model.layers.3": "disk"})
