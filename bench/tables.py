@@ -36,7 +36,7 @@ def metrics(name: str) -> list[str]:
 
 
 def moe(name: str) -> list[str]:
-    """Times of every point, and the share of the floor that ours reaches."""
+    """The portable kernels: times of every point, and the share of the floor that they reach."""
     result = json.loads((RESULTS / name).read_text())
     rows = [
         f"| {p['shape']} | {p['tokens']} | {p['floor_us']:,.0f} | {p['w4a16_us']:,.0f} | {p['w4a4_per_token_us']:,.0f} "
@@ -48,7 +48,87 @@ def moe(name: str) -> list[str]:
     return [head, "|---|---|---|---|---|---|---|", *rows]
 
 
+def best(times: dict, word: str) -> float | None:
+    """The least time of the implementations with a word in their names."""
+    return min((entry["us"] for name, entry in times.items() if word in name), default=None)
+
+
+def number(value: float | None, form: str = ",.0f") -> str:
+    return "" if value is None else format(value, form)
+
+
+def layers(name: str) -> list[str]:
+    """Every point beside its peers, and what it is held against."""
+    result = json.loads((RESULTS / name).read_text())
+    first = result["precisions"][0]
+    head = (
+        f"| {result['machine']['gpu']} (`{name}`) | tokens | floor | {first} | w4a4 / {first} | Humming "
+        "| grouped_mm bf16 | transformers bf16 | of the floor | goal | over the best peer | met |"
+    )
+    rows = [head, "|" + "---|" * 12]
+    for layer in result["layers"]:
+        for p in sorted(layer["points"], key=lambda p: (p["routing"] != "uniform", p["routing"], p["tokens"])):
+            times, j = p["times"], p.get("judgement")
+            us, w4a4 = times[first]["us"], best(times, "w4a4_per_token")
+            peers = min((e["us"] for n, e in times.items() if n not in result["precisions"]), default=None)
+            extra = f" (+{j['of_goal_floor'] * us - p['floor_us']:.0f} us)" if j and j["regime"] == "few tokens" else ""
+            cells = [
+                layer["shape"],
+                f"{p['tokens']}" + ("" if p["routing"] == "uniform" else f" {p['routing']}"),
+                number(p["floor_us"]), number(us), number(w4a4 and w4a4 / us, ".2f"), number(best(times, "humming")),
+                number(best(times, "torch grouped_mm")), number(best(times, "transformers")),
+                number(j["of_goal_floor"] if j else p["floor_us"] / us, ".2f"),
+                f"{j['goal']:.2f}{extra}" if j else "",
+                number(peers and peers / us, ".2f") + (f" of {j['over_peer_goal']}" if j and peers else ""),
+                ("yes" if j["met"] else "no") if j else "",
+            ]  # fmt: skip
+            rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def launches(name: str) -> list[str]:
+    """Graph nodes, host time of an eager call, and bit identity of every layer."""
+    result = json.loads((RESULTS / name).read_text())
+    head = "| layer | precision | graph nodes | host, us of an eager call | replays that differ | finalize, GB/s |"
+    rows = [head, "|---|---|---|---|---|---|"]
+    for layer in result["layers"]:
+        for precision in result["precisions"]:
+            entries = [p["times"][precision] for p in layer["points"]]
+            nodes = sorted({e["nodes"] for e in entries})
+            host = [e["host_us"] for e in entries if "host_us" in e]
+            same = layer.get("identity", {}).get(precision)
+            cells = [
+                layer["shape"], precision, "-".join(map(str, dict.fromkeys((nodes[0], nodes[-1])))) if nodes else "",
+                f"{min(host):.0f}-{max(host):.0f}" if host else "",
+                f"{same['differing_from_eager']} of {same['replays']:,}" if same else "",
+                number(layer["weight_bytes"] / layer["finalize_s"] / 1e9),
+            ]  # fmt: skip
+            rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def left_out(name: str) -> list[str]:
+    """Peers without a time, and why; each reason once."""
+    result = json.loads((RESULTS / name).read_text())
+    found: dict[tuple[str, str], list[str]] = {}
+    for layer in result["layers"]:
+        for entry in layer["absent"]:
+            found.setdefault((entry["peer"], entry["why"]), []).append(layer["shape"])
+        for p in layer["points"]:
+            for entry in p["absent"]:
+                found.setdefault((entry["peer"], entry["why"]), []).append(f"{layer['shape']} {p['tokens']}")
+    every = len(result["layers"])
+    rows = [
+        f"| {peer} | {why.replace('|', '/')} | {'all' if len(where) == every else ', '.join(where)} |"
+        for (peer, why), where in found.items()
+    ]
+    return ["| peer without a time | why | where |", "|---|---|---|", *rows]
+
+
 TABLES = {
+    "moe_sm90_h200": lambda: layers("moe_sm90_h200.json"),
+    "moe_sm90_launches": lambda: launches("moe_sm90_h200.json"),
+    "moe_sm90_left_out": lambda: left_out("moe_sm90_h200.json"),
     "moe_h200": lambda: moe("moe_h200.json"),
     "decode_h200": lambda: decode("decode_h200.json"),
     "decode_cpu": lambda: decode("decode_cpu.json"),
@@ -60,6 +140,8 @@ def render(text: str) -> str:
     """The text with every `<!-- table NAME -->` ... `<!-- end -->` made anew."""
     for name, table in TABLES.items():
         block = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.S)
+        if not block.search(text):
+            continue
         body = "\n".join(table()).replace("\\", "\\\\")
         text = block.sub(rf"\1{body}\n\2", text)
     return text
