@@ -53,11 +53,16 @@ def draw(result: dict, out: Path) -> None:
     layers = [layer for layer in result["layers"] if series(layer)]
     looks = {label: look for label, *look in LINES.values()} | {"floor": [GREY, ":", ""]}
     with pyplot.rc_context(style):
+        columns = min(3, len(layers))
+        bands = -(-len(layers) // columns)
         figure, axes = pyplot.subplots(
-            2, len(layers), figsize=(2.9 * len(layers), 5.6), sharex="col", squeeze=False, layout="constrained"
+            2 * bands, columns, figsize=(3.3 * columns, 5.2 * bands), squeeze=False, layout="constrained"
         )
-        for column, layer in enumerate(layers):
-            above, below = axes[:, column]
+        for axis in axes.flat:
+            axis.set_visible(False)
+        for number, layer in enumerate(layers):
+            row, column = divmod(number, columns)
+            above, below = axes[2 * row : 2 * row + 2, column]
             for label, points in series(layer).items():
                 colour, line, mark = looks[label]
                 look = {"color": colour, "linestyle": line, "marker": mark, "markersize": 3.5, "linewidth": 1.4}
@@ -69,13 +74,17 @@ def draw(result: dict, out: Path) -> None:
             below.set_xlabel("tokens")
             below.set_xticks(tokens, [str(t) for t in tokens], rotation=45)
             below.minorticks_off()
+            above.set_xticks(tokens, [])
+            above.minorticks_off()
             for axis in (above, below):
+                axis.set_visible(True)
                 axis.patch.set_alpha(0)
                 axis.grid(True, which="major", color=GREY, alpha=0.25, linewidth=0.6)
-        axes[0, 0].set_ylabel("us, one layer after routing")
-        axes[1, 0].set_ylabel("share of the floor")
-        shown = {label: h for a in axes[0] for h, label in zip(*a.get_legend_handles_labels(), strict=True)}
-        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(shown), frameon=False)
+        for row in range(bands):
+            axes[2 * row, 0].set_ylabel("us, one layer after routing")
+            axes[2 * row + 1, 0].set_ylabel("share of the floor")
+        shown = {label: h for a in axes.flat for h, label in zip(*a.get_legend_handles_labels(), strict=True)}
+        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=3, frameon=False)
         machine = result["machine"]
         figure.suptitle(f"{machine['gpu']}, torch {machine['torch']}, {result['date']}, {result['commit']}", fontsize=9)
         figure.savefig(out, transparent=True, metadata={"Date": None} if out.suffix == ".svg" else None)
