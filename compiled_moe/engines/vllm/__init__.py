@@ -48,10 +48,10 @@ class Options:
 def register() -> None:
     """Make ``--quantization compiled-moe`` known to vLLM, and what COMPILED_MOE_VLLM asks for; may be called again."""
     options = Options.read(os.environ.get(VARIABLE, ""))
-    from . import config
+    from .config import register as register_methods
 
-    config.register(options.take_over)
+    register_methods(options.take_over)
     if options.guard:
-        from . import guard
+        from .guard import install
 
-        guard.install()
+        install()
