@@ -50,7 +50,7 @@ class ExpertWeights:
     ) -> None:
         self.spec, self.precision, self.layout, self.tensors = spec, precision, layout, tensors
         self._policy, self._repairs = policy, repairs
-        self.candidates = candidates(tensors["w13"].device, layout)
+        self.candidates = candidates(tensors["w13"].device, layout, spec.num_experts)
 
     @property
     def backend(self) -> str:
@@ -150,18 +150,19 @@ def finalize(
 
     Raises:
         ScaleError: something was refused; ``.report`` tells all.
-        ShapeError, NVFP4Error: an unknown precision, policy, repair or layout; raw already used.
+        ShapeError, NVFP4Error: an unknown precision, policy, repair or layout; a layout whose kernels cannot run on
+            this GPU; raw already used.
     """
     _known("precision", precision, PRECISIONS)
     _known("policy", policy, POLICIES)
     for repair in repairs:
         _known("repair", repair, tuple(REPAIRS))
     _known("layout", layout, ("auto", *LAYOUTS))
-    stores = raw.stores
+    here = raw.tensors["w13"].device if "w13" in raw.tensors else raw.device
+    place = torch.empty(0, device=here if device is None else device).device  # with its index
+    layout = _layout(layout, raw.spec, place)
     tensors, report = _validated(raw, precision, policy, tuple(repairs))
-    place = (tensors["w13"] if device is None else torch.empty(0, device=device)).device  # with its index
-    if layout == "auto":
-        layout = "checkpoint" if sm90.unavailable(place) else "sm90"
+    stores, raw.stores = raw.stores, {}
     for name in ("w13", "w2"):
         codes, scale = tensors[name], tensors[f"{name}_block_scale"]
         if layout == "sm90":
@@ -175,6 +176,14 @@ def finalize(
         _pad_biases(raw.spec, tensors)
     tensors = {name: t if t.device == place else t.to(place) for name, t in tensors.items()}
     return ExpertWeights(raw.spec, precision, layout, tensors, policy, tuple(repairs)), report
+
+
+def _layout(asked: str, spec: ExpertsSpec, place: torch.device) -> str:
+    """The layout that "auto" means, or the one that was asked for; a CPU reads any, slowly where it has to unpack."""
+    why = sm90.unavailable(place, spec.num_experts)
+    if asked == "sm90" and why and place.type != "cpu":
+        raise NVFP4Error(f"{spec.layer}: layout 'sm90' cannot be served: {why}; take 'checkpoint' or 'auto'")
+    return ("checkpoint" if why else "sm90") if asked == "auto" else asked
 
 
 def _gated(spec: ExpertsSpec, name: str) -> bool:
@@ -212,14 +221,14 @@ def _validated(raw: RawExperts, precision: str, policy: str, repairs: tuple) -> 
     return tensors, report
 
 
-def candidates(device: torch.device, layout: str = "checkpoint") -> tuple[Candidate, ...]:
+def candidates(device: torch.device, layout: str = "checkpoint", experts: int = 1) -> tuple[Candidate, ...]:
     """Every implementation of the layer and why it is or is not taken on this device, for this layout."""
     cpu = device.type == "cpu"
     elsewhere = f"weights are on {device}"
     built = native.build() if cpu else native.Build(None, elsewhere)
     fallback = cpu and built.library is None
     cuda = device.type == "cuda"
-    why = sm90.unavailable(device)
+    why = sm90.unavailable(device, experts)
     fast = cuda and layout == "sm90"
     own = "serves bfloat16; float16 and float32 take the portable kernels" if fast else why or f"layout is {layout}"
     portable = f"runs on {torch.cuda.get_device_name(device)}" if cuda else elsewhere

@@ -206,7 +206,7 @@ def test_the_cpu_reads_it_too_and_the_whole_life_of_packed_weights(make_layer):
         assert torch.equal(back["w13"], torch.where(zero.repeat_interleave(8, 1), 0, a.weights[0][e]))
 
 
-def test_what_is_impossible_is_a_sentence(make_layer):
+def test_what_is_impossible_is_a_sentence(make_layer, monkeypatch):
     layer = make_layer(experts=3, hidden=80, inter=48)
     weights = packed_weights(layer)
     args, tensors, constants = (layer.x, layer.ids, layer.router), weights.arguments(), weights.constants()
@@ -216,6 +216,17 @@ def test_what_is_impossible_is_a_sentence(make_layer):
         torch.ops.nvfp4.moe(*args, *tensors, None, **constants | {"layout": "hopper"})
     with pytest.raises(nvfp4.NVFP4Error, match="known are auto, checkpoint, sm90"):
         nvfp4.finalize(nvfp4.RawExperts.of(weights.spec), layout="hopper")
+
+    class Hopper:  # elsewhere: a GPU, and why its kernels cannot serve
+        type = "cuda"
+
+    monkeypatch.setattr(nvfp4.weights.sm90, "unavailable", lambda device, experts: "no reason at all")
+    with pytest.raises(
+        nvfp4.NVFP4Error, match=r"experts: layout 'sm90' cannot be served: no reason.*take 'checkpoint'"
+    ):
+        nvfp4.weights._layout("sm90", weights.spec, Hopper)
+    assert nvfp4.weights._layout("auto", weights.spec, Hopper) == "checkpoint"
+    monkeypatch.undo()
     assert packed_weights(layer, "auto").layout == "checkpoint"
     assert "cuda sm90: weights are on cpu" in nvfp4.explain(packed_weights(layer, "auto"))
 

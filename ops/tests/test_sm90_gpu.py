@@ -273,6 +273,14 @@ def test_other_dtypes_read_the_packed_weights(dtype, inter):
             close(weights(*args), expected(weights, known, *args))
 
 
+def test_more_experts_than_counters():
+    raw, _ = experts(1025, 16, 16)
+    with pytest.raises(nvfp4.NVFP4Error, match="1025 experts are more than 1024"):
+        nvfp4.finalize(raw, policy="unchecked", layout="sm90")
+    weights, _ = nvfp4.finalize(raw, policy="unchecked")
+    assert weights.layout == "checkpoint" and "1025 experts" in nvfp4.explain(weights)
+
+
 def test_no_tokens_and_views_of_x():
     weights, _ = finalized(6, 320, 96)
     assert weights(*routed(0, 320, 6, 2)).shape == (0, 320)

@@ -1,7 +1,7 @@
 """cuLaunchKernelEx at the price of one foreign call: an eager layer is three to six launches.
 
 cuda-python builds and loads the kernels; its own launch costs several times this one in Python. The interpreter's lock
-is held during the call (PyDLL), so that one configuration and one structure of arguments serve all threads in turn.
+is held during the call (PyDLL): giving it up and taking it back costs more than the launch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def _entry():
 
 
 class Launch:
-    """A kernel, its block and shared memory, and one structure of arguments that the caller fills in before each go."""
+    """A kernel, its block and shared memory, and one structure of arguments that the caller fills in before each go.
+
+    For one thread: between filling in and launching, another may run.
+    """
 
     def __init__(self, handle: int, threads: int, smem: int, arguments: ctypes.Structure) -> None:
         self.arguments = arguments

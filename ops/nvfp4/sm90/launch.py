@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -72,13 +73,13 @@ class Layer(NamedTuple):
 
 
 class Plan:
-    """The kernels of a layer, loaded, with all that does not change between calls.
+    """The kernels of a layer, loaded, with what does not change between calls; each thread has its own.
 
     Raises:
         CaptureError: a kernel would have to be built inside a capture.
     """
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, thread: int) -> None:
         tile = tiles.choose(layer.slots, layer.experts, layer.hidden, layer.inter)
         self.layer, self.tile = layer, tile
         few = tile.split and layer.slots <= tiles.FEW and not layer.counted
@@ -129,7 +130,7 @@ def run(out: Tensor, x: Tensor, ids: Tensor, router: Tensor, weights: tuple, exp
         quantize: called as quantize(x or h, 0 or 1) where the layer's mode asks for it; returns rows and their scale.
         health: address of the first tokens-per-expert counter, or 0.
     """
-    p = plan(layer)
+    p = plan(layer, threading.get_ident())
     stream = torch._C._cuda_getCurrentRawStream(layer.device)
     meta = torch.empty(p.words, dtype=torch.int32, device=x.device)
     order = meta.data_ptr()
