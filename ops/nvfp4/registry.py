@@ -24,7 +24,9 @@ def register(schema: str, *, cpu: Callable, cuda: Callable, fake: Callable) -> N
 
 def refuse_grad(name: str, *tensors: Tensor | None) -> None:
     """Raise when a gradient would be needed: without this a define/impl operator returns a silently wrong one."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if not torch.is_grad_enabled():
+        return
+    if any(t is not None and t.requires_grad for t in tensors):
         raise GradError(
             f"nvfp4::{name} is inference only, and an input requires grad; call it under torch.no_grad() or "
             "torch.inference_mode(), or detach the input"
@@ -45,8 +47,9 @@ def need_activation_dtype(name: str, x: Tensor) -> None:
 
 def need_same_device(name: str, x: Tensor, **tensors: Tensor | None) -> None:
     """Every tensor must lie where x lies."""
+    device = x.device
     for key, t in tensors.items():
-        if t is not None and t.device != x.device:
+        if t is not None and t.device != device:
             raise ShapeError(f"nvfp4::{name}: {key} is on {t.device}, x on {x.device}; move them to one device")
 
 

@@ -8,14 +8,16 @@ import torch
 
 import nvfp4
 from nvfp4 import reference, sm90
+from nvfp4.sm90 import compile as build
 from nvfp4.sm90 import launch, layout, packing, tiles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 BANDS = {  # cosine, relative L2, gain, cosine of the worst token
     "w4a16": (0.9999, 0.01, 0.005, 0.9995),  # the same products in another order; h and partial sums have 8 bits
-    # a last bit of h that falls otherwise may move a code, or the scale of a block, by a step
-    "w4a4_per_token": (0.999, 0.04, 0.005, 0.995),
+    # a last bit of h that falls otherwise may move a code, or the scale of a block, by a step; per token it may be the
+    # row's largest that falls otherwise, and every scale of that row follows
+    "w4a4_per_token": (0.999, 0.04, 0.005, 0.98),
     "w4a4_static": (0.999, 0.04, 0.005, 0.995),
 }
 FORMS = (
@@ -320,6 +322,8 @@ def test_finalize_packs_in_place():
 
 def test_a_first_call_inside_a_capture_is_a_sentence():
     weights, _ = finalized(7, 448, 80)
+    build.load.cache_clear()  # as in a new process; what other tests loaded would serve
+    launch.plan.cache_clear()
     args = routed(3, 448, 7, 3)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(nvfp4.CaptureError, match=r"nvfp4\.warmup"), torch.cuda.graph(graph):

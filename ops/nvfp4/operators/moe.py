@@ -17,7 +17,7 @@ from ..sm90 import packing
 from ..sm90.layout import unpack
 from .fake_quantize import fake_quantize, scale_mode
 from .launch import on_device_of, power_of_two, require_warm
-from .moe_check import check, check_health
+from .moe_check import check, check_health, check_views
 
 _WEIGHTS = (
     "Tensor x, Tensor topk_ids, Tensor topk_weights, "
@@ -48,6 +48,7 @@ def _fake(
 def _cpu(*args, **constants) -> Tensor:
     out = _fake(*args, **constants)
     if constants.get("layout") == "sm90":
+        check_views(args[3], args[4], args[6], args[7])
         args, constants = _unpacked(*args, **constants)
     kernel = native.library()
     if kernel is None:
@@ -70,6 +71,8 @@ def _cuda(*args, health=None, **constants) -> Tensor:
     out = _fake(*args, **constants)
     if out.numel():
         own = constants.get("layout") == "sm90" and out.dtype == torch.bfloat16 and out.is_cuda
+        if constants.get("layout") == "sm90":
+            check_views(args[3], args[4], args[6], args[7])
         with on_device_of(out):
             (_launch_sm90 if own else _launch)(out, health, *args, **constants)
     return out

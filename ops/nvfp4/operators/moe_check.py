@@ -32,8 +32,8 @@ def check(
     parts = 2 if is_gated(activation) else 1
     if layout == "sm90":
         experts, hidden, inter = w2.shape[0], x.shape[1], w2.shape[2] * 64 if w2.dim() == 4 else 0
-        _check_packed("w13", w13, w13_block_scale, packing.packed_shape(inter * parts, hidden, parts == 2))
-        _check_packed("w2", w2, w2_block_scale, packing.packed_shape(hidden, inter, False))
+        _check_packed("w13", w13, w13_block_scale, (experts, *packing.packed_shape(inter * parts, hidden, parts == 2)))
+        _check_packed("w2", w2, w2_block_scale, (experts, *packing.packed_shape(hidden, inter, False)))
     else:
         experts, hidden, half = w2.shape if w2.dim() == 3 else (0, 0, 0)
         inter = half * 2
@@ -41,7 +41,7 @@ def check(
         _check_weight("w2", w2, w2_block_scale, (experts, hidden, inter))
         if x.shape[1] != hidden:
             raise ShapeError(f"nvfp4::moe: x has {x.shape[1]} columns; w2 gives hidden size {hidden}")
-    if not (tuple(w13_global_scale.shape) == (experts, parts) and tuple(w2_global_scale.shape) == (experts,)):
+    if not (w13_global_scale.shape == (experts, parts) and w2_global_scale.shape == (experts,)):
         raise ShapeError(
             f"nvfp4::moe: global scales are {tuple(w13_global_scale.shape)} and {tuple(w2_global_scale.shape)}; "
             f"need [{experts}, {parts}] (gate, up) and [{experts}]"
@@ -50,7 +50,7 @@ def check(
         raise ShapeError("nvfp4::moe: global scales must be float32")
     for name, scale in (("a13_scale", a13_scale), ("a2_scale", a2_scale)):
         if precision == "w4a4_static" and (
-            scale is None or scale.dtype != torch.float32 or tuple(scale.shape) not in ((1,), (experts,))
+            scale is None or scale.dtype != torch.float32 or scale.shape not in ((1,), (experts,))
         ):
             raise ShapeError(
                 f"nvfp4::moe: w4a4_static needs {name} as float32 [1] or [{experts}]; use w4a4_per_token where there "
@@ -60,7 +60,7 @@ def check(
         ("w13_bias", w13_bias, (experts, inter * parts)),
         ("w2_bias", w2_bias, (experts, hidden)),
     ):
-        if not (bias is None or tuple(bias.shape) == shape):
+        if not (bias is None or bias.shape == shape):
             raise ShapeError(f"nvfp4::moe: {name} must be {list(shape)}")
 
 
@@ -101,8 +101,8 @@ def _check_weight(name: str, codes: Tensor, block_scale: Tensor, shape: tuple[in
     experts, n, k = shape
     if not (
         codes.dtype == block_scale.dtype == torch.uint8
-        and tuple(codes.shape) == (experts, n, k // 2)
-        and tuple(block_scale.shape) == (experts, n, k // 16)
+        and codes.shape == (experts, n, k // 2)
+        and block_scale.shape == (experts, n, k // 16)
         and k % 16 == 0
         and codes.is_contiguous()
         and block_scale.is_contiguous()
@@ -113,28 +113,37 @@ def _check_weight(name: str, codes: Tensor, block_scale: Tensor, shape: tuple[in
         )
 
 
-def _check_packed(name: str, codes: Tensor, block_scale: Tensor, shape: tuple[int, int, int]) -> None:
-    blocks, steps, size = shape
+def _check_packed(name: str, codes: Tensor, block_scale: Tensor, shape: tuple[int, ...]) -> None:
+    experts, blocks, steps, size = shape
     strides = (blocks * steps * size, steps * size, size, 1)
     if not (
         codes.dtype == block_scale.dtype == torch.uint8
-        and tuple(codes.shape[1:]) == (blocks, steps, packing.CODE_BYTES)
-        and tuple(block_scale.shape) == (*codes.shape[:3], packing.SCALE_BYTES)
+        and codes.shape == (experts, blocks, steps, packing.CODE_BYTES)
+        and block_scale.shape == (*codes.shape[:3], packing.SCALE_BYTES)
         and codes.stride() == block_scale.stride() == strides
-        and block_scale.storage_offset() == codes.storage_offset() + packing.CODE_BYTES
     ):
-        raise ShapeError(
-            f"nvfp4::moe: {name} {tuple(codes.shape)} and its block scales {tuple(block_scale.shape)} are not the two "
-            f"views of one packed weight uint8 [E, {blocks}, {steps}, {size}] that layout 'sm90' means; take both from "
-            "nvfp4.finalize"
-        )
+        _refuse_packed(name, codes, block_scale, blocks, steps, size)
+
+
+def _refuse_packed(name: str, codes: Tensor, block_scale: Tensor, *shape: int) -> None:
+    raise ShapeError(
+        f"nvfp4::moe: {name} {tuple(codes.shape)} and block scales {tuple(block_scale.shape)} are not the two views "
+        f"of one packed weight uint8 {['E', *shape]} that layout 'sm90' means; take both from nvfp4.finalize"
+    )
+
+
+def check_views(w13: Tensor, w13_block_scale: Tensor, w2: Tensor, w2_block_scale: Tensor) -> None:
+    """Raise ShapeError unless scales lie behind their codes. Not for fakes: a compiler's have no common memory."""
+    for name, codes, scale in (("w13", w13, w13_block_scale), ("w2", w2, w2_block_scale)):
+        if scale.data_ptr() != codes.data_ptr() + packing.CODE_BYTES:
+            _refuse_packed(name, codes, scale, *codes.shape[1:3], packing.BYTES)
 
 
 def check_health(health: Tensor, x: Tensor, experts: int) -> None:
     """Raise ShapeError unless this is a row that ``nvfp4.health.buffer`` made."""
     need_same_device("moe.health", x, health=health)
     need(
-        health.dtype == torch.int64 and tuple(health.shape) == (COUNTERS + experts,) and health.is_contiguous(),
+        health.dtype == torch.int64 and health.shape == (COUNTERS + experts,) and health.is_contiguous(),
         "moe.health",
         f"health is {health.dtype} {tuple(health.shape)}; need a contiguous int64 [{COUNTERS + experts}] row, "
         "as nvfp4.health.buffer makes",

@@ -87,7 +87,10 @@ class Plan:
         # Tiles are the full ones and at most a short one for each expert; never more than rows.
         self.most = min(layer.slots, layer.experts + layer.slots // tile.tokens)
         self.rows = -(-layer.slots // 4) * 4
-        self.words = 2 * self.rows + 4 * self.most + 4 + layer.experts
+        words = 2 * self.rows + 4 * self.most + 4 + layer.experts
+        self.h_at = -(-4 * words // 256) * 256
+        self.partial_at = self.h_at + -(-2 * layer.slots * layer.inter // 256) * 256
+        self.bytes = self.partial_at + 2 * layer.slots * layer.hidden
         room = torch.cuda.get_device_properties(layer.device).multi_processor_count * tile.resident
         routing = {"num_ids": layer.num_ids, "experts": layer.experts, "wide_ids": layer.wide_ids,
                    "wide_map": layer.wide_map}  # fmt: skip
@@ -132,8 +135,8 @@ def run(out: Tensor, x: Tensor, ids: Tensor, router: Tensor, weights: tuple, exp
     """
     p = plan(layer, threading.get_ident())
     stream = torch._C._cuda_getCurrentRawStream(layer.device)
-    meta = torch.empty(p.words, dtype=torch.int32, device=x.device)
-    order = meta.data_ptr()
+    space = torch.empty(p.bytes, dtype=torch.uint8, device=x.device)
+    order = space.data_ptr()
     by_expert = order + 4 * p.rows
     cuts = by_expert + 4 * p.rows
     num_tiles = cuts + 16 * p.most
@@ -145,21 +148,20 @@ def run(out: Tensor, x: Tensor, ids: Tensor, router: Tensor, weights: tuple, exp
         p.sort((layer.experts, 1), stream)
         if p.cut is not None:
             p.cut((1, 1), stream)
-    rows = x
+    rows, scale, targets = x.data_ptr(), None, (order + p.h_at, order + p.partial_at)
     for i, (weight, global_scale, bias) in enumerate(weights):
-        scale = None
         if layer.mode[i] != "none":
-            rows, scale = quantize(rows, i)
-        target = torch.empty((layer.slots, (layer.inter, layer.hidden)[i]), dtype=torch.bfloat16, device=x.device)
+            h = space[p.h_at : p.h_at + 2 * layer.slots * layer.inter].view(torch.bfloat16) if i else None
+            quantized, scale = quantize(x if h is None else h.view(layer.slots, layer.inter), i)
+            rows = quantized.data_ptr()
         a = p.gemms[i].arguments
         a.weights, a.global_scale, a.bias = weight.data_ptr(), global_scale.data_ptr(), _pointer(bias)
-        a.x, a.row_scale, a.router, a.order, a.tiles = rows.data_ptr(), _pointer(scale), by_expert, order, cuts
+        a.x, a.row_scale, a.router, a.order, a.tiles = rows, _pointer(scale), by_expert, order, cuts
         a.num_tiles, a.ids, a.map, a.topk_weights = num_tiles, id_pointer, map_pointer, router_pointer
-        a.out = target.data_ptr()
+        a.out = rows = targets[i]
         p.gemms[i](p.grids[i], stream)
-        rows = target
     a = p.sum.arguments
-    a.partial, a.ids, a.map, a.out = rows.data_ptr(), id_pointer, map_pointer, out.data_ptr()
+    a.partial, a.ids, a.map, a.out = rows, id_pointer, map_pointer, out.data_ptr()
     p.sum((out.shape[0], -(-layer.hidden // 2048)), stream)
 
 
