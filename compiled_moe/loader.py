@@ -5,6 +5,7 @@ The model is built empty, filled by ``filling.Filler``, and handed out in eval m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,8 @@ class Loaded:
     @property
     def expert_parameters(self) -> int:
         """Weights of all experts, each counted once."""
-        return sum(2 * (w.tensors["w13"].numel() + w.tensors["w2"].numel()) for w in self.weights.values())
+        shapes = [(w.spec, p) for w in self.weights.values() for p in w.spec.projections]
+        return sum(spec.num_experts * math.prod(spec.shape(projection)) for spec, projection in shapes)
 
 
 def load(

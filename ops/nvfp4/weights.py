@@ -101,7 +101,7 @@ class ExpertWeights:
         if self.layout == "sm90":
             for name in ("w13", "w2"):
                 codes, scale = (tensors.pop(n).to(self.tensors[name].device) for n in (name, f"{name}_block_scale"))
-                store = packing.whole(self.tensors[name]).flatten(1)
+                store = self.tensors[name].flatten(1)
                 packing.pack_experts(codes, scale, _gated(self.spec, name), store)
             _pad_biases(self.spec, tensors)
         for name, value in tensors.items():
@@ -119,7 +119,7 @@ class ExpertWeights:
         h, i = self.spec.hidden_size, self.spec.intermediate_size
         found: dict[str, Tensor] = {}
         for name, rows, k in (("w13", i, h), ("w2", h, i)):
-            packed = packing.whole(self.tensors[name])[expert]
+            packed = self.tensors[name][expert]
             found[name], found[f"{name}_block_scale"] = unpack(packed, rows, k, _gated(self.spec, name))
         return found
 
@@ -168,7 +168,7 @@ def finalize(
         if layout == "sm90":
             store = stores.pop(name, None) if codes.device == place else None
             packed = packing.pack_experts(codes.to(place), scale.to(place), _gated(raw.spec, name), store)
-            tensors[name], tensors[f"{name}_block_scale"] = packing.views(packed)
+            tensors[name], tensors[f"{name}_block_scale"] = packing.arguments(packed)
         else:
             tensors[name], tensors[f"{name}_block_scale"] = codes.to(place).contiguous(), scale.to(place).contiguous()
         del codes, scale

@@ -68,3 +68,12 @@ def test_import_touches_no_cuda_and_no_environment():
         "pid = os.fork(); os._exit(0) if pid == 0 else os.waitpid(pid, 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("position", [5, 8, 11, 13])
+def test_strided_scales_biases_and_maps_are_refused(position, make_layer):
+    layer = make_layer(bias=True)
+    args = [*layer.args(), torch.arange(4, dtype=torch.int32)]
+    args[position] = torch.stack([args[position]] * 2, -1)[..., 0]
+    with pytest.raises(nvfp4.ShapeError, match="contiguous"):
+        torch.ops.nvfp4.moe(*args)

@@ -211,7 +211,9 @@ def test_what_is_impossible_is_a_sentence(make_layer, monkeypatch):
     weights = packed_weights(layer)
     args, tensors, constants = (layer.x, layer.ids, layer.router), weights.arguments(), weights.constants()
     with pytest.raises(nvfp4.ShapeError, match="take both from"):
-        torch.ops.nvfp4.moe(*args, *(None if t is None else t.clone() for t in tensors), None, **constants)
+        torch.ops.nvfp4.moe(*args, *layer.weights, **constants)  # as on disk
+    with pytest.raises(nvfp4.ShapeError, match="take both from"):
+        torch.ops.nvfp4.moe(*args, *tensors, None, **constants | {"activation": "relu2"})
     with pytest.raises(nvfp4.ShapeError, match="known are 'checkpoint' and 'sm90'"):
         torch.ops.nvfp4.moe(*args, *tensors, None, **constants | {"layout": "hopper"})
     with pytest.raises(nvfp4.NVFP4Error, match="known are auto, checkpoint, sm90"):

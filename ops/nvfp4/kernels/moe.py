@@ -68,7 +68,7 @@ def gemm1(
     scales = bytes_ptr + expert.to(tl.int64) * width * (K // 16)
     if PACKED:
         codes = w_ptr + expert.to(tl.int64) * packed_size(width, K)
-        scales = bytes_ptr + expert.to(tl.int64) * packed_size(width, K)
+        scales = codes + 2048
     up_codes = codes + INTER.to(tl.int64) * (K // 2)
     up_scales = scales + INTER.to(tl.int64) * (K // 16)
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -121,7 +121,7 @@ def gemm2(
     scales = bytes_ptr + expert.to(tl.int64) * N * (K // 16)
     if PACKED:
         codes = w_ptr + expert.to(tl.int64) * packed_size(N, K)
-        scales = bytes_ptr + expert.to(tl.int64) * packed_size(N, K)
+        scales = codes + 2048
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)

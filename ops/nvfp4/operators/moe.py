@@ -13,11 +13,10 @@ from ..kernels import ids as id_kernels
 from ..kernels import moe as kernels
 from ..registry import as_bytes, register
 from ..sm90 import launch as sm90
-from ..sm90 import packing
 from ..sm90.layout import unpack
 from .fake_quantize import fake_quantize, scale_mode
 from .launch import on_device_of, power_of_two, require_warm
-from .moe_check import check, check_health, check_views
+from .moe_check import check, check_health
 
 _WEIGHTS = (
     "Tensor x, Tensor topk_ids, Tensor topk_weights, "
@@ -48,7 +47,6 @@ def _fake(
 def _cpu(*args, **constants) -> Tensor:
     out = _fake(*args, **constants)
     if constants.get("layout") == "sm90":
-        check_views(args[3], args[4], args[6], args[7])
         args, constants = _unpacked(*args, **constants)
     kernel = native.library()
     if kernel is None:
@@ -61,7 +59,7 @@ def _unpacked(x, ids, router, w13, s13, g13, w2, s2, *rest, **constants) -> tupl
     gated, inter = is_gated(constants.get("activation", "silu")), w2.shape[2] * 64
     both = []
     for weight, rows, k, two in ((w13, inter, x.shape[1], gated), (w2, x.shape[1], inter, False)):
-        experts = [unpack(packed, rows, k, two) for packed in packing.whole(weight)]
+        experts = [unpack(packed, rows, k, two) for packed in weight]
         both.append([torch.stack(part) for part in zip(*experts, strict=True)])
     (w13, s13), (w2, s2) = both
     return (x, ids, router, w13, s13, g13, w2, s2, *rest), constants | {"layout": "checkpoint"}
@@ -71,8 +69,6 @@ def _cuda(*args, health=None, **constants) -> Tensor:
     out = _fake(*args, **constants)
     if out.numel():
         own = constants.get("layout") == "sm90" and out.dtype == torch.bfloat16 and out.is_cuda
-        if constants.get("layout") == "sm90":
-            check_views(args[3], args[4], args[6], args[7])
         with on_device_of(out):
             (_launch_sm90 if own else _launch)(out, health, *args, **constants)
     return out
@@ -216,12 +212,15 @@ def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *weights: Tensor | No
         weights: w13 uint8 [E, 2I, H/2] (rows gate, then up; [E, I, H/2] without a gate), w13_block_scale [E, 2I, H/16],
             w13_global_scale float32 [E, 2], w2 [E, H, I/2], w2_block_scale [E, H, I/16], w2_global_scale [E]; then
             optional a13_scale and a2_scale (float32 [1] or [E], for w4a4_static), w13_bias [E, 2I], w2_bias [E, H],
-            expert_map (global to local ids, -1 elsewhere).
+            expert_map (global to local ids, -1 elsewhere). In layout "sm90" w13 and w2 are what ``nvfp4.finalize``
+            packed, uint8 [E, blocks, steps, 2304], their block scales are empty, and w13_bias is as wide as the packed
+            features.
         constants: activation ("silu", "swigluoai", "swiglustep", "gelu", "gelu_tanh", "relu2"), precision ("w4a16",
             "w4a4_static", "w4a4_per_token"), layout, alpha and beta (swigluoai), limit (clamped forms).
 
     Returns:
-        [tokens, H] in x's dtype. The intermediate is rounded to x's dtype; everything else accumulates in float32.
+        [tokens, H] in x's dtype. The intermediate is rounded to x's dtype, and in layout "sm90" each expert's share of
+        a token too; everything else accumulates in float32.
 
     Raises:
         ShapeError, GradError, CaptureError.

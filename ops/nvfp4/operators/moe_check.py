@@ -56,12 +56,22 @@ def check(
                 f"nvfp4::moe: w4a4_static needs {name} as float32 [1] or [{experts}]; use w4a4_per_token where there "
                 "is none"
             )
+    _check_dense(
+        w13_global_scale=w13_global_scale, w2_global_scale=w2_global_scale, a13_scale=a13_scale, a2_scale=a2_scale,
+        w13_bias=w13_bias, w2_bias=w2_bias, expert_map=expert_map,
+    )  # fmt: skip
     for name, bias, shape in (
         ("w13_bias", w13_bias, (experts, inter * parts)),
         ("w2_bias", w2_bias, (experts, hidden)),
     ):
         if not (bias is None or bias.shape == shape):
             raise ShapeError(f"nvfp4::moe: {name} must be {list(shape)}")
+
+
+def _check_dense(**tensors: Tensor | None) -> None:
+    for name, t in tensors.items():
+        if t is not None and not t.is_contiguous():
+            raise ShapeError(f"nvfp4::moe: {name} has strides {t.stride()}; the kernels need it contiguous")
 
 
 def _check_constants(activation, precision, layout, alpha, beta, limit) -> None:
@@ -114,29 +124,17 @@ def _check_weight(name: str, codes: Tensor, block_scale: Tensor, shape: tuple[in
 
 
 def _check_packed(name: str, codes: Tensor, block_scale: Tensor, shape: tuple[int, ...]) -> None:
-    experts, blocks, steps, size = shape
-    strides = (blocks * steps * size, steps * size, size, 1)
     if not (
         codes.dtype == block_scale.dtype == torch.uint8
-        and codes.shape == (experts, blocks, steps, packing.CODE_BYTES)
-        and block_scale.shape == (*codes.shape[:3], packing.SCALE_BYTES)
-        and codes.stride() == block_scale.stride() == strides
+        and codes.shape == shape
+        and codes.is_contiguous()
+        and block_scale.shape == (shape[0], 0)
     ):
-        _refuse_packed(name, codes, block_scale, blocks, steps, size)
-
-
-def _refuse_packed(name: str, codes: Tensor, block_scale: Tensor, *shape: int) -> None:
-    raise ShapeError(
-        f"nvfp4::moe: {name} {tuple(codes.shape)} and block scales {tuple(block_scale.shape)} are not the two views "
-        f"of one packed weight uint8 {['E', *shape]} that layout 'sm90' means; take both from nvfp4.finalize"
-    )
-
-
-def check_views(w13: Tensor, w13_block_scale: Tensor, w2: Tensor, w2_block_scale: Tensor) -> None:
-    """Raise ShapeError unless scales lie behind their codes. Not for fakes: a compiler's have no common memory."""
-    for name, codes, scale in (("w13", w13, w13_block_scale), ("w2", w2, w2_block_scale)):
-        if scale.data_ptr() != codes.data_ptr() + packing.CODE_BYTES:
-            _refuse_packed(name, codes, scale, *codes.shape[1:3], packing.BYTES)
+        raise ShapeError(
+            f"nvfp4::moe: {name} {codes.dtype} {tuple(codes.shape)} with block scales {tuple(block_scale.shape)} is "
+            f"not what layout 'sm90' means: contiguous uint8 {list(shape)} with the scales inside, and [{shape[0]}, 0];"
+            " take both from nvfp4.finalize"
+        )
 
 
 def check_health(health: Tensor, x: Tensor, experts: int) -> None:

@@ -77,14 +77,9 @@ def pack_experts(codes: Tensor, block_scale: Tensor, gated: bool, store: Tensor 
     return out
 
 
-def views(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The two tensors that cross the operator's boundary: codes [..., 2048] and scales [..., 256] of each block."""
-    return packed[..., :CODE_BYTES], packed[..., CODE_BYTES:]
-
-
-def whole(codes: Tensor) -> Tensor:
-    """The packed weight that ``codes`` of ``views`` belongs to."""
-    return codes.as_strided((*codes.shape[:-1], BYTES), codes.stride())
+def arguments(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and block scales as the operator takes them in this layout: the whole weight, and an empty tensor."""
+    return packed, packed.new_empty((packed.shape[0], 0))
 
 
 def padded(size: int) -> int:
