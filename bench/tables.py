@@ -35,19 +35,6 @@ def metrics(name: str) -> list[str]:
     return [head, "|---|---|---|", *rows]
 
 
-def moe(name: str) -> list[str]:
-    """The portable kernels: times of every point, and the share of the floor that they reach."""
-    result = json.loads((RESULTS / name).read_text())
-    rows = [
-        f"| {p['shape']} | {p['tokens']} | {p['floor_us']:,.0f} | {p['w4a16_us']:,.0f} | {p['w4a4_per_token_us']:,.0f} "
-        f"| {p['bf16_us']:,.0f} | {p['floor_us'] / p['w4a16_us']:.2f} |"
-        for p in result["points"]
-    ]
-    where = f"{result['machine']['gpu']} (`{name}`)"
-    head = f"| {where} | tokens | floor | w4a16 | w4a4_per_token | bf16 grouped_mm | w4a16 of floor |"
-    return [head, "|---|---|---|---|---|---|---|", *rows]
-
-
 def best(times: dict, word: str) -> float | None:
     """The least time of the implementations with a word in their names."""
     return min((entry["us"] for name, entry in times.items() if word in name), default=None)
@@ -83,13 +70,21 @@ def layers(name: str) -> list[str]:
                 ("yes" if j["met"] else "no") if j else "",
             ]  # fmt: skip
             rows.append(f"| {' | '.join(cells)} |")
-    return rows
+    return without_empty_columns(rows)
+
+
+def without_empty_columns(rows: list[str]) -> list[str]:
+    """A table without the columns that hold nothing, such as peers that did not run."""
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    kept = [i for i in range(len(cells[0])) if any(row[i] for row in cells[2:])]
+    head, _, *body = ([row[i] for i in kept] for row in cells)
+    return [f"| {' | '.join(head)} |", "|" + "---|" * len(kept), *(f"| {' | '.join(row)} |" for row in body)]
 
 
 def launches(name: str) -> list[str]:
     """Graph nodes, host time of an eager call, and bit identity of every layer."""
     result = json.loads((RESULTS / name).read_text())
-    head = "| layer | precision | graph nodes | host, us of an eager call | replays that differ | finalize, GB/s |"
+    head = "| layer | precision | graph nodes | host, us of an eager call | replays that differ | packing, GB/s |"
     rows = [head, "|---|---|---|---|---|---|"]
     for layer in result["layers"]:
         for precision in result["precisions"]:
@@ -107,29 +102,10 @@ def launches(name: str) -> list[str]:
     return rows
 
 
-def left_out(name: str) -> list[str]:
-    """Peers without a time, and why; each reason once."""
-    result = json.loads((RESULTS / name).read_text())
-    found: dict[tuple[str, str], list[str]] = {}
-    for layer in result["layers"]:
-        for entry in layer["absent"]:
-            found.setdefault((entry["peer"], entry["why"]), []).append(layer["shape"])
-        for p in layer["points"]:
-            for entry in p["absent"]:
-                found.setdefault((entry["peer"], entry["why"]), []).append(f"{layer['shape']} {p['tokens']}")
-    every = len(result["layers"])
-    rows = [
-        f"| {peer} | {why.replace('|', '/')} | {'all' if len(where) == every else ', '.join(where)} |"
-        for (peer, why), where in found.items()
-    ]
-    return ["| peer without a time | why | where |", "|---|---|---|", *rows]
-
-
 TABLES = {
     "moe_sm90_h200": lambda: layers("moe_sm90_h200.json"),
     "moe_sm90_launches": lambda: launches("moe_sm90_h200.json"),
-    "moe_sm90_left_out": lambda: left_out("moe_sm90_h200.json"),
-    "moe_h200": lambda: moe("moe_h200.json"),
+    "moe_humming_h200": lambda: layers("moe_humming_h200.json"),
     "decode_h200": lambda: decode("decode_h200.json"),
     "decode_cpu": lambda: decode("decode_cpu.json"),
     "demo_metrics": lambda: metrics("demo_metrics.json"),
