@@ -39,4 +39,3 @@ def choose(slots: int, experts: int, hidden: int, inter: int) -> Tile:
         if all(facts[name] <= rule[name] for name in facts if name in rule):
             return tiles[rule["tile"]]
     raise AssertionError(f"{TABLE.name} has no rule without limits")
-
