@@ -1,18 +1,25 @@
 // Grouped GEMM of a mixture-of-experts layer for sm_90a: NVFP4 weights times 16-bit activations.
 //
 // Operands are swapped: 64 rows of weights are the M side of wgmma and come from registers, so that a decoded weight
-// never passes through shared memory; tokens are the N side and come from shared memory. One producer warpgroup keeps a
-// ring of stages full (bulk copies of packed weights, cp.async gathers of token rows); consumer warpgroups decode one
-// block of 64 x 64 weights while the matrix instructions of the block before are in flight. Blocks stay on their SM and
+// never passes through shared memory; tokens are the N side and come from shared memory. Producer warps keep a ring of
+// stages full (bulk copies of packed weights, cp.async gathers of token rows); consumer warpgroups decode one block of
+// 64 x 64 weights while the matrix instructions of the block before are in flight. Thread blocks stay on their SM and
 // take tiles in turn.
 //
-// The includer defines (see compile.py): NMAX tokens a tile; WGS consumer warpgroups; RB blocks of 64 weight rows each;
-// KB blocks of 64 along K per stage; STAGES; SPLIT (1: all warpgroups take the same rows and share out K); GATED (1: gate
-// and up interleaved in groups of 8 rows, for the first GEMM with an up projection); FIRST (1: activation; 0: times the
-// router weight); KIND, LIMITED; SCALE (0 none, 1 shared, 2 per expert, 3 per row); FOR_VARIANTS(F), a list of F(n) with
-// the widths a tile may take; PRODUCERS threads that fill the ring; ROUTE (1: at most 32 slots, sorted by
-// every block for itself); PRODUCER_REGS and CONSUMER_REGS (0: as compiled);
-// MIN_BLOCKS per SM.
+// The includer defines (see compile.py):
+//   NMAX            tokens a tile; FOR_VARIANTS(F) is a list of F(n) with the widths that products may have
+//   WGS, RB         consumer warpgroups, and blocks of 64 weight rows of each
+//   KB, STAGES      blocks of 64 along K per stage, stages of the ring
+//   SPLIT           1: all warpgroups take the same rows and share out K
+//   FIRST           1: activation; 0: times the router weight
+//   GATED           1: gate and up interleaved in groups of 8 rows, for the first GEMM with an up projection
+//   KIND, LIMITED   the activation
+//   SCALE           of activations: 0 none, 1 shared, 2 per expert, 3 per row
+//   ROUTE           1: at most 32 slots, sorted by every thread block for itself
+//   PRODUCERS       threads that fill the ring
+//   PRODUCER_REGS, CONSUMER_REGS   0: as compiled
+//   MIN_BLOCKS      per SM
+//   EXPECTED_SMEM   bytes of shared memory by compile.py's count
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -232,7 +239,8 @@ __device__ __forceinline__ void produce(const Args& a, u32 base, u32 full, u32 e
 #pragma unroll 1
                 for (int b = 0; b < RBT * KB; ++b)
                     if (b % KB >= live)
-                        for (int i = t; i < BLOCK_BYTES / 16; i += PRODUCERS) copy_16(base + OFF_WEIGHTS + ring.stage * WEIGHT_BYTES + b * BLOCK_BYTES + i * 16, a.x, 0);
+                        for (int i = t; i < BLOCK_BYTES / 16; i += PRODUCERS)
+                            copy_16(base + OFF_WEIGHTS + ring.stage * WEIGHT_BYTES + b * BLOCK_BYTES + i * 16, a.x, 0);
             }
             const u32 to = base + ring.stage * X_BYTES;
 #pragma unroll
