@@ -17,7 +17,8 @@ def test_it_is_built_apart_from_stale_locks_once_and_found_again(tmp_path, monke
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(shared))
     (shared / "graph_tests_device_guard").mkdir(parents=True)
     (shared / "graph_tests_device_guard" / "lock").touch()  # what a killed build leaves; torch waits for it for ever
-    built, loaded = [], []
+    built: list[Path] = []
+    loaded: list[str] = []
 
     def build(name, sources, build_directory=None, **_):
         folder = Path(build_directory or cpp_extension._get_build_directory(name, False))
