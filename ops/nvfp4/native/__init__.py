@@ -58,6 +58,8 @@ def build() -> Build:
     name = f"nvfp4_moe_{hashlib.sha256(tag).hexdigest()[:16]}.so"
     for folder in (_cache_folder(), Path(tempfile.gettempdir()) / f"nvfp4-{os.getuid()}"):
         path = folder / name
+        if folder.exists() and not _ours_alone(folder):
+            continue  # in a shared temporary folder, anybody may have made it and put a library there
         if path.exists():
             return Build(_load(path), f"{compiler}, cached in {folder}")
         try:
@@ -74,7 +76,13 @@ def build() -> Build:
                 return Build(_load(path), f"{compiler}, built into {folder}")
         os.unlink(scratch.name)
         return Build(None, f"{compiler} could not compile the CPU kernel: {_SLOWER}: {done.stderr[-400:]}")
-    return Build(None, f"no folder to build the CPU kernel in is writable: {_SLOWER}")
+    return Build(None, f"no folder to build the CPU kernel in is writable, and by its owner alone: {_SLOWER}")
+
+
+def _ours_alone(folder: Path) -> bool:
+    """Whether only this user can have put files there."""
+    found = folder.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def library() -> ctypes.CDLL | None:
