@@ -19,7 +19,7 @@ def test_a_planted_library_is_passed_over(tmp_path, monkeypatch):
     open_to_all.chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(native.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
-    loaded = []
+    loaded: list = []
     monkeypatch.setattr(native, "_load", loaded.append)
     why = native.build.__wrapped__().why
     assert str(open_to_all) not in why and not any(open_to_all == path.parent for path in loaded)
