@@ -1,9 +1,5 @@
 // What stands around the two GEMMs: slots sorted by expert, and the sum over a token's experts. See compile.py.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-
 struct Sort {
     const void* ids;     // [slots] global expert ids
     const void* map;     // global to local ids, or null
@@ -19,16 +15,6 @@ struct Sort {
 
 constexpr int MAX_EXPERTS = 1024;
 
-__device__ __forceinline__ int local_expert(const Sort& a, int slot) {
-    long long id = a.wide_ids ? ((const long long*)a.ids)[slot] : ((const int*)a.ids)[slot];
-    if (id < 0 || id >= a.num_ids) return -1;
-    if (a.map) {
-        id = a.wide_map ? ((const long long*)a.map)[id] : ((const int*)a.map)[id];
-        if (id < 0 || id >= a.experts) return -1;
-    }
-    return (int)id;
-}
-
 constexpr int BATCH = 8;  // loads in flight; one at a time, this would be a chain of round trips to L2
 
 __device__ __forceinline__ void load_experts(const Sort& a, int slot, int last, int (&experts)[BATCH]) {
@@ -36,26 +22,11 @@ __device__ __forceinline__ void load_experts(const Sort& a, int slot, int last, 
     for (int b = 0; b < BATCH; ++b) experts[b] = slot + b * 32 < last ? local_expert(a, slot + b * 32) : -1;
 }
 
-__device__ __forceinline__ int warp_sum(int v) {
-    for (int d = 16; d; d /= 2) v += __shfl_xor_sync(~0u, v, d);
-    return v;
-}
-
-__device__ __forceinline__ int tiles_of(int count, int tile) { return (count + tile - 1) / tile; }
-
-// Tiles of one expert: equal in size, in eights, since a short last one would pad as much as it holds.
-__device__ __forceinline__ void write_tiles(const Sort& a, int e, int start, int count, int tile, int first, int step) {
-    const int tiles = tiles_of(count, a.tile);
-    const int size = tiles ? ((count + tiles - 1) / tiles + 7) / 8 * 8 : 0;
-    for (int i = first; i < tiles; i += step)
-        a.tiles[tile + i] = make_int4(e, start + i * size, min(size, count - i * size), 0);
-}
-
 // One block per expert; each looks at all ids, so that no block waits for another. Each warp takes a run of slots, 32 at
 // a time: what it writes follows from the counts of the warps before it, never from timing.
 extern "C" __global__ void __launch_bounds__(1024) sort(const __grid_constant__ Sort a) {
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    next_may_begin();
+    previous_done();
     __shared__ int counts[MAX_EXPERTS];
     __shared__ int sums[3][32];
     const int e = blockIdx.x, t = threadIdx.x, lane = t & 31, warp = t >> 5, warps = blockDim.x >> 5;
@@ -100,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(1024) sort(const __grid_constant__ 
                 to += __popc(hits);
             }
         }
-    if (tiling) write_tiles(a, e, start, count, tile, t, blockDim.x);
+    if (tiling) write_tiles(a.tiles + tile, a.tile, e, start, count, t, blockDim.x);
     if (t == 0) {
         if (!tiling) a.counts[e] = count;
         else if (e == a.experts - 1) *a.num_tiles = tile + tiles_of(count, a.tile);
@@ -110,8 +81,8 @@ extern "C" __global__ void __launch_bounds__(1024) sort(const __grid_constant__ 
 
 // One block of 1024 threads: the tiles of all experts from their counts.
 extern "C" __global__ void __launch_bounds__(1024) cut(const __grid_constant__ Sort a) {
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    next_may_begin();
+    previous_done();
     __shared__ int starts[MAX_EXPERTS], tiles[MAX_EXPERTS], sums[2][32];
     const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
     const int count = t < a.experts ? a.counts[t] : 0, mine = tiles_of(count, a.tile);
@@ -127,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(1024) cut(const __grid_constant__ S
     starts[t] = start, tiles[t] = tile;
     if (t == MAX_EXPERTS - 1) *a.num_tiles = tile + mine;
     __syncthreads();
-    for (int e = warp; e < a.experts; e += 32) write_tiles(a, e, starts[e], a.counts[e], tiles[e], lane, 32);
+    for (int e = warp; e < a.experts; e += 32) write_tiles(a.tiles + tiles[e], a.tile, e, starts[e], a.counts[e], lane, 32);
 }
 
 struct Sum {
@@ -143,26 +114,17 @@ __device__ __forceinline__ void add2(float* acc, u32 pair) {
     acc[0] += low, acc[1] += high;
 }
 
-__device__ __forceinline__ u32 pack2(float low, float high) {
-    u32 d;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-    return d;
-}
-
 // out[token] = the sum of its live slots in routing order, in float32; zero where there is none.
 extern "C" __global__ void __launch_bounds__(256) sum(const __grid_constant__ Sum a) {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    previous_done();
     const int column = (blockIdx.y * 256 + threadIdx.x) * 8;
     if (column >= a.width) return;
-    Sort route{};
-    route.ids = a.ids, route.map = a.map, route.num_ids = a.num_ids, route.experts = a.experts;
-    route.wide_ids = a.wide_ids, route.wide_map = a.wide_map;
     float acc[8] = {};
     const int slot = blockIdx.x * a.top_k;
     const u16* from = a.partial + (u64)slot * a.width + column;
 #pragma unroll 4
     for (int j = 0; j < a.top_k; ++j)
-        if (local_expert(route, slot + j) >= 0) {
+        if (local_expert(a, slot + j) >= 0) {
             const uint4 v = *(const uint4*)(from + (u64)j * a.width);
             add2(acc, v.x), add2(acc + 2, v.y), add2(acc + 4, v.z), add2(acc + 6, v.w);
         }

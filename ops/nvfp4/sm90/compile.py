@@ -131,7 +131,7 @@ class Gemm:
             "MIN_BLOCKS": t.resident, "EXPECTED_SMEM": self.smem,
             "FOR_VARIANTS(F)": " ".join(f"F({n})" for n in t.widths),
         }  # fmt: skip
-        text = (FOLDER / "gemm.cu").read_text()
+        text = _text("gemm.cu")
         declared = "template <int N>\n__device__ void wgmma(float* d, const u32* a, u64 desc);\n"
         products = declared + "".join(_wgmma(n) for n in t.widths)
         return _defines(constants) + text.replace("// WGMMA_WRAPPERS", products)
@@ -158,7 +158,11 @@ class Around:
 
     def source(self) -> str:
         """CUDA C++ of this kernel and what stands beside it."""
-        return (FOLDER / ("pack.cu" if self.entry == "pack" else "around.cu")).read_text()
+        return _text("pack.cu" if self.entry == "pack" else "around.cu")
+
+
+def _text(name: str) -> str:
+    return "".join((FOLDER / part).read_text() for part in ("common.cu", name))
 
 
 def _defines(constants: dict) -> str:

@@ -21,11 +21,6 @@
 //   MIN_BLOCKS      per SM
 //   EXPECTED_SMEM   bytes of shared memory by compile.py's count
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned char u8;
-typedef unsigned short u16;
-
 struct Args {
     const u8* weights;          // [E, rows/64, ceil(K/64), 2304]: codes, then scales of a block
     const float* global_scale;  // [E, 2] or [E]
@@ -106,11 +101,6 @@ __device__ __forceinline__ void mma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N));
 }
 
-// Programmatic dependent launch: this kernel may begin while the one before it ends. What that one writes is there after
-// previous_done; every kernel of the layer calls it, so that what kernels before it wrote is there as well.
-__device__ __forceinline__ void previous_done() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void next_may_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
 // Known to the compiler as the same in all lanes: what follows from it takes uniform registers.
 __device__ __forceinline__ int uniform(int v) { return __shfl_sync(~0u, v, 0); }
 
@@ -164,12 +154,6 @@ __device__ __forceinline__ float activate(float g, float u, const Args& a) {
 #else
     return g > 0 ? g * g : g <= 0 ? 0.f : g;
 #endif
-}
-
-__device__ __forceinline__ u32 pack2(float low, float high) {
-    u32 d;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-    return d;
 }
 
 // WGMMA_WRAPPERS
@@ -486,16 +470,9 @@ __device__ __forceinline__ void route(Args& a, u8* smem) {
     int* count = (int*)(router + 32);
     if (threadIdx.x < 32) {
         const int lane = threadIdx.x;
-        int expert = -1;
-        if (lane < a.slots) {
-            long long id = a.wide_ids ? ((const long long*)a.ids)[lane] : ((const int*)a.ids)[lane];
-            if (id >= 0 && id < a.num_ids) {
-                if (a.map) id = a.wide_map ? ((const long long*)a.map)[id] : ((const int*)a.map)[id];
-                expert = id >= 0 && id < a.experts ? (int)id : -1;
-            }
-        }
+        const int expert = lane < a.slots ? local_expert(a, lane) : -1;
         const u32 same = __match_any_sync(~0u, expert), before = same & ((1u << lane) - 1);
-        const int rows = __popc(same), parts = (rows + NMAX - 1) / NMAX;
+        const int rows = __popc(same), parts = tiles_of(rows, NMAX);
         int start = 0, tile = 0;
         for (int other = 0; other < 32; ++other) {
             const int e = __shfl_sync(~0u, expert, other);
@@ -505,14 +482,9 @@ __device__ __forceinline__ void route(Args& a, u8* smem) {
         if (expert >= 0) {
             const int place = start + __popc(before);
             order[place] = lane, router[place] = a.topk_weights[lane];
-            if (!before) {
-                const int size = ((rows + parts - 1) / parts + 7) / 8 * 8;
-                for (int i = 0; i < parts; ++i)
-                    tiles[tile + i] = make_int4(expert, start + i * size, min(size, rows - i * size), 0);
-            }
+            if (!before) write_tiles(tiles + tile, NMAX, expert, start, rows, 0, 1);
         }
-        int total = expert >= 0 && !before ? parts : 0;
-        for (int d = 16; d; d /= 2) total += __shfl_xor_sync(~0u, total, d);
+        const int total = warp_sum(expert >= 0 && !before ? parts : 0);
         if (lane == 0) *count = total;
     }
     a.tiles = tiles, a.order = order, a.router = router, a.num_tiles = count;

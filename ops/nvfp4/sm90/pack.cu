@@ -1,9 +1,6 @@
 // Checkpoint layout to the layout of gemm.cu (layout.py), one expert of one projection a launch: a block for each 64 x 64
 // weights, a thread for the 32 that it holds in the matrix instruction. See compile.py.
 
-typedef unsigned int u32;
-typedef unsigned char u8;
-
 struct Pack {
     const u8* codes;   // [rows, K/2]; gate then up, if gated
     const u8* scales;  // [rows, K/16]

@@ -84,4 +84,4 @@ def arguments(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 def padded(size: int) -> int:
     """Features as the kernels count them."""
-    return -(-size // BLOCK) * BLOCK
+    return steps_of(size) * BLOCK
