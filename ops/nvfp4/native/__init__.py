@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .. import cache
 from ..format import ACTIVATIONS, PRECISIONS
 from ..reference import local_ids
 
@@ -56,14 +57,11 @@ def build() -> Build:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     tag = "\n".join((version, _cpu_identity(), *FLAGS)).encode() + SOURCE.read_bytes()
     name = f"nvfp4_moe_{hashlib.sha256(tag).hexdigest()[:16]}.so"
-    for folder in (_cache_folder(), Path(tempfile.gettempdir()) / f"nvfp4-{os.getuid()}"):
+    for folder in cache.folders():
         path = folder / name
-        if folder.exists() and not _ours_alone(folder):
-            continue  # in a shared temporary folder, anybody may have made it and put a library there
         if path.exists():
             return Build(_load(path), f"{compiler}, cached in {folder}")
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as scratch:
                 pass
         except OSError:
@@ -79,12 +77,6 @@ def build() -> Build:
     return Build(None, f"no folder to build the CPU kernel in is writable, and by its owner alone: {_SLOWER}")
 
 
-def _ours_alone(folder: Path) -> bool:
-    """Whether only this user can have put files there."""
-    found = folder.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
-
-
 def library() -> ctypes.CDLL | None:
     """The loaded kernel, or None where it cannot be built; ``build().why`` says the reason."""
     return build().library
@@ -95,10 +87,6 @@ def _load(path: Path) -> ctypes.CDLL:
     loaded.nvfp4_moe.argtypes = [ctypes.POINTER(_Arguments)]
     loaded.nvfp4_moe.restype = None
     return loaded
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nvfp4"
 
 
 def _cpu_identity() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .. import cache
 from ..errors import CaptureError, NVFP4Error
 
 FOLDER = Path(__file__).parent
@@ -208,12 +210,10 @@ def binary(source: str) -> bytes:
 
     version = "{}.{}".format(*_check(nvrtc.nvrtcVersion(), "NVRTC"))
     tag = hashlib.sha256("\n".join((version, *OPTIONS, source)).encode()).hexdigest()[:24]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nvfp4"
-    path = folder / f"sm90a_{tag}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        pass
+    name = f"sm90a_{tag}.cubin"
+    for folder in cache.folders():
+        with contextlib.suppress(OSError):
+            return (folder / name).read_bytes()
     program = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"nvfp4.cu", 0, [], []), "NVRTC")
     options = [option.encode() for option in OPTIONS]
     failed = int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0])
@@ -224,13 +224,12 @@ def binary(source: str) -> bytes:
     code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program), "NVRTC")
     _check(nvrtc.nvrtcGetCUBIN(program, code), "NVRTC")
     nvrtc.nvrtcDestroyProgram(program)
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as scratch:
-            scratch.write(code)
-        os.replace(scratch.name, path)
-    except OSError:
-        pass  # compiled again next time
+    for folder in cache.folders():
+        with contextlib.suppress(OSError):  # compiled again next time, where none can be written
+            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as scratch:
+                scratch.write(code)
+            os.replace(scratch.name, folder / name)
+            break
     return code
 
 
