@@ -25,7 +25,7 @@ from bench.decode import seconds_a_token
 from bench.record import RESULTS, write
 from bench.shapes import SHAPES
 from compiled_moe.decode import Decoder
-from compiled_moe.unquantised import unquantised
+from compiled_moe.unquantised import dequantised, unquantised
 
 DIFFERENCE = 0.05
 """Relative L2 of bfloat16 logits between the two models; both round everything but the experts alike."""
@@ -135,14 +135,9 @@ def qwen3(layers: int, device: str, small: bool) -> tuple[Any, Any]:
     with torch.device("meta"):
         ours = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for i, layer in enumerate(theirs.model.layers):
-        raw = random_experts(f"model.layers.{i}.mlp.experts", experts, hidden, inter, device)
-        t = raw.tensors
-        for e in range(experts):
-            scale = t["w13_global_scale"][e].repeat_interleave(inter).unsqueeze(1)
-            into = nvfp4.dequantize(t["w13"][e], t["w13_block_scale"][e], scale, torch.float32)
-            down = nvfp4.dequantize(t["w2"][e], t["w2_block_scale"][e], t["w2_global_scale"][e : e + 1], torch.float32)
-            layer.mlp.experts.gate_up_proj[e], layer.mlp.experts.down_proj[e] = into, down
-        weights, _ = nvfp4.finalize(raw)
+        weights, _ = nvfp4.finalize(random_experts(f"model.layers.{i}.mlp.experts", experts, hidden, inter, device))
+        for name, value in dequantised(weights).items():
+            getattr(layer.mlp.experts, name).copy_(value)
         ours.set_submodule(f"model.layers.{i}.mlp.experts", compiled_moe.NVFP4Experts(weights))
     ours.load_state_dict({k: v for k, v in theirs.state_dict().items() if ".experts." not in k}, assign=True)
     ours.model.rotary_emb = type(ours.model.rotary_emb)(config).to(device)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4 import dequantize
+from nvfp4 import ExpertWeights, dequantize
 
-from .experts import NVFP4Experts, experts_of
+from .experts import experts_of
 
 
 def unquantised(model: Any, experts_implementation: str = "eager") -> Any:
@@ -29,17 +29,17 @@ def unquantised(model: Any, experts_implementation: str = "eager") -> Any:
     plain: Any = AutoModelForCausalLM.from_config(config, dtype=parameter.dtype)
     state = dict(model.state_dict())
     for name, module in experts_of(model).items():
-        state |= {f"{name}.{key}": value for key, value in _weights(module).items()}
+        state |= {f"{name}.{key}": value for key, value in dequantised(module.weights).items()}
     missing, unexpected = plain.load_state_dict(state, strict=False)
     assert not missing and not unexpected, (missing, unexpected)
     return plain.to(parameter.device).eval().requires_grad_(False)
 
 
-def _weights(module: NVFP4Experts) -> dict[str, Tensor]:
-    """Dequantised expert by expert, whatever the layout that the kernels read."""
-    t, into, out = module.weights.tensors, [], []
-    for e in range(module.num_experts):
-        c = module.weights.checkpoint(e)
+def dequantised(weights: ExpertWeights) -> dict[str, Tensor]:
+    """Float32 weights of all experts by transformers' names, whatever the layout that the kernels read."""
+    t, into, out = weights.tensors, [], []
+    for e in range(weights.spec.num_experts):
+        c = weights.checkpoint(e)
         parts = t["w13_global_scale"].shape[1]
         scale = t["w13_global_scale"][e].repeat_interleave(c["w13"].shape[0] // parts).unsqueeze(1)
         into.append(dequantize(c["w13"], c["w13_block_scale"], scale, torch.float32))
