@@ -16,6 +16,7 @@ import torch
 from nvfp4 import ExpertWeights, ScaleError, ScaleReport
 
 from .checkpoint import Checkpoint
+from .device import chosen
 from .errors import CheckpointError, MachineError
 from .filling import Filler
 
@@ -71,9 +72,7 @@ def load(
         CheckpointError, MachineError, nvfp4.ScaleError.
     """
     checkpoint = Checkpoint.open(path)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise MachineError("no CUDA device is visible to PyTorch here; leave --device out, or give cpu")
+    device = chosen(device)
     model = _empty_model(checkpoint, dtype or (torch.float32 if device.type == "cpu" else None))
     filler = Filler(model, checkpoint, device, (precision, "report" if policy == "raise" else policy, repairs))
     filler.run(progress)

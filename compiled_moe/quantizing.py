@@ -15,6 +15,7 @@ import torch
 from .calibration import ACTIVATION_POLICIES, Calibration
 from .checkpoint import Checkpoint
 from .converting import convert
+from .device import chosen
 from .errors import CheckpointError, CompiledMoeError, MachineError
 from .export import Plan
 from .places import Places
@@ -130,16 +131,10 @@ def _watched(plan: Plan, windows: list[torch.Tensor], device: str) -> tuple[Cali
 
 
 def _device(request: Request) -> str:
-    device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        kind = ""
-    if kind not in ("cuda", "cpu"):
-        raise CompiledMoeError(f"device is {device!r}; give cuda or cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise MachineError("no CUDA device is visible to PyTorch here; leave --device out, or give cpu")
-    return device
+    device = chosen(request.device)
+    if device.type not in ("cuda", "cpu"):
+        raise CompiledMoeError(f"device is {request.device!r}; give cuda or cpu")
+    return str(device)
 
 
 def _model(path: Path, device: str) -> Any:

@@ -218,6 +218,7 @@ def test_a_broken_checkpoint_is_a_sentence_with_the_right_exit_code(tmp_path, fa
         (["--repair", "clamp"], 2, "known are fill_activation_max"),
         (["--precision", "w4a4_static"], 1, "fill_activation_max"),
         (["--bogus"], 2, "--bogus"),
+        (["--device", "tpu"], 2, "device is 'tpu'; give cuda or cpu"),
         pytest.param(
             ["--device", "cuda"], 3, "no CUDA device", marks=pytest.mark.skipif(DEVICE == "cuda", reason="has one")
         ),
