@@ -14,6 +14,8 @@ import nvfp4
 from compiled_moe.decode import Decoder
 from compiled_moe.unquantised import unquantised
 
+from .command import run
+
 transformers = pytest.importorskip("transformers")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEW = 48
@@ -196,14 +198,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_checkpoint_is_a_sentence_with_the_right_exit_code(tmp_path, fault, capsys, monkeypatch):
-    from compiled_moe import cli
-
     change, code, message = FAULTS[fault]
-    monkeypatch.setattr(sys, "argv", ["compiled-moe", "generate", broken_copy(tmp_path, change), "--no-compile"])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    err = capsys.readouterr().err
-    assert end.value.code == code and message in err and "Traceback" not in err
+    got, _, err = run(capsys, monkeypatch, "generate", broken_copy(tmp_path, change), "--no-compile")
+    assert got == code and message in err
 
 
 @pytest.mark.parametrize(
@@ -225,12 +222,8 @@ def test_a_broken_checkpoint_is_a_sentence_with_the_right_exit_code(tmp_path, fa
     ],
 )
 def test_a_wrong_call_is_a_sentence_with_the_right_exit_code(arguments, code, message, capsys, monkeypatch):
-    from compiled_moe import cli
-
-    monkeypatch.setattr(sys, "argv", ["compiled-moe", "generate", *arguments, "--no-compile"])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == code and message in capsys.readouterr().err
+    got, _, err = run(capsys, monkeypatch, "generate", *arguments, "--no-compile")
+    assert got == code and message in err
 
 
 def test_a_missing_extra_is_named(tmp_path):

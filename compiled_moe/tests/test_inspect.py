@@ -15,19 +15,13 @@ from compiled_moe.inspection import table
 from compiled_moe.survey import survey
 
 from . import checkpoints as c
+from .command import run
 
 X = "model.layers.0.mlp.experts"
 
 
 def inspect(capsys, monkeypatch, *arguments):
-    from compiled_moe import cli
-
-    monkeypatch.setattr(sys, "argv", ["compiled-moe", "inspect", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    out = capsys.readouterr()
-    assert "Traceback" not in out.err
-    return end.value.code, out.out, out.err
+    return run(capsys, monkeypatch, "inspect", *arguments)
 
 
 @pytest.fixture

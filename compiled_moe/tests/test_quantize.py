@@ -18,6 +18,7 @@ from compiled_moe.writing import ShardWriter
 from nvfp4.format import dequantize_blocks
 
 from . import checkpoints as c
+from .command import run
 from .test_loader import IDS, SMALL, random_model, written
 
 transformers = pytest.importorskip("transformers")
@@ -27,14 +28,7 @@ EXPERTS = "model.layers.{}.mlp.experts"
 
 
 def quantize(capsys, monkeypatch, *arguments):
-    from compiled_moe import cli
-
-    monkeypatch.setattr(sys, "argv", ["compiled-moe", "quantize", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    out = capsys.readouterr()
-    assert "Traceback" not in out.err
-    return end.value.code, out.out, out.err
+    return run(capsys, monkeypatch, "quantize", *arguments)
 
 
 @pytest.fixture
