@@ -81,9 +81,7 @@ class Plan:
 
     def __init__(self, layer: Layer, thread: int) -> None:
         tile = tiles.choose(layer.slots, layer.experts, layer.hidden, layer.inter)
-        self.layer, self.tile = layer, tile
         few = tile.split and layer.slots <= tiles.FEW and not layer.counted
-        many = layer.slots > MANY
         # Tiles are the full ones and at most a short one for each expert; never more than rows.
         self.most = min(layer.slots, layer.experts + layer.slots // tile.tokens)
         self.rows = -(-layer.slots // 4) * 4
@@ -101,7 +99,7 @@ class Plan:
         sort = _Sort(slots=layer.slots, tile=tile.tokens, **routing)
         threads = 256 if layer.slots <= 1024 else 1024
         self.sort = None if few else kernel(build.Around("sort"), threads, sort)
-        self.cut = kernel(build.Around("cut"), 1024, sort) if many else None
+        self.cut = kernel(build.Around("cut"), 1024, sort) if layer.slots > MANY else None
         self.gemms, self.grids = [], []
         parts = 2 if layer.gated else 1
         for first in (True, False):
